@@ -18,7 +18,6 @@ import re
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,14 +32,13 @@ from qmq.deploy.processes import Service, module_command
 from qmq.errors import NotServed
 from qmq.proto.qmq_pb2 import BrokerState
 from qmq.types import Role
-from tests.integration.cluster_world import running_apart
+from tests.integration.cluster_world import running_apart, until
 
 COPY_IP = "127.0.0.2"
 STEPS = 5
 SEND_S = 2.0
 LOOK_EVERY = 5
 """Rounds between comparisons of the ledger with consumed messages."""
-SETTLE_S = 60.0
 QUICK = {"failover": True, "heartbeat_timeout_ms": 2000, "failover_silence_ms": 1000}
 ACCUSATIONS = ("copies differ", "rolled back", "damaged", "mastership ends")
 
@@ -116,21 +114,21 @@ class Pair:
         if self.copy.pid is None:
             self.copy.start()
 
-    def copy_tried(self) -> str:
-        """Return non-empty text once the copy took its part without the metaserver, or tried to."""
+    def copy_tried(self) -> bool:
+        """Whether the copy took its part without the metaserver, or tried to."""
         log = (self.folder / "log").read_text()
-        return "it did" if "role not resumed" in log or "resumes its role" in log else ""
+        return "role not resumed" in log or "resumes its role" in log
 
-    def leads(self, plan: BrokerPlan) -> str:
+    def leads(self, plan: BrokerPlan) -> bool:
         state = self._state(f"127.0.0.1:{plan.control_port}")
-        return "it does" if state is not None and state.term and state.role == Role.MASTER else ""
+        return state is not None and bool(state.term) and state.role == Role.MASTER
 
-    def is_reported_writable(self) -> str:
+    def is_reported_writable(self) -> bool:
         try:
             (status,) = self.cluster.manage("ReplicaStatus", brokerGroup=self.group)
         except NotServed:
-            return ""
-        return "it is" if status["writable"] else ""
+            return False
+        return bool(status["writable"])
 
     def winner(self) -> str:
         """Return which of the two with one directory has a part; empty if none has, or a role changes."""
@@ -227,7 +225,7 @@ def _round(
     for pair in pairs:
         pair.all_run()
     for pair in pairs:
-        winner = _until(pair.winner, f"round {number}: one of the two has the part of {pair.group}")
+        winner = until(pair.winner, f"round {number}: one of the two has the part of {pair.group}")
         pair.keep(winner)
         findings.copies_with_part += winner == "copy"
         findings.refused += "another process" in pair.log_lines() + pair.log_text
@@ -243,27 +241,18 @@ def _fail_over(cluster: Cluster, pairs: list[Pair], send: Callable[[int], None])
     for pair in pairs:
         pair.copy.start()
     for pair in pairs:
-        _until(pair.copy_tried, f"the copy of {pair.group} tries to take up its part")
+        until(pair.copy_tried, f"the copy of {pair.group} tries to take up its part")
     send(0)
     cluster.begin("metaserver")
     for pair in pairs:  # a master that ends before its first report has no successor
-        _until(pair.is_reported_writable, f"the metaserver knows that {pair.group} accepts produces")
+        until(pair.is_reported_writable, f"the metaserver knows that {pair.group} accepts produces")
     for step in range(1, 4):
         send(step)
     for pair in pairs:
         pair.copy.kill()
         cluster.end(pair.other.hostname)
     for pair in pairs:
-        _until(partial(pair.leads, pair.victim), f"{pair.victim.hostname} becomes the master")
-
-
-def _until(ready: Callable[[], str], what: str) -> str:
-    deadline = time.monotonic() + SETTLE_S
-    while not (found := ready()):
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {SETTLE_S} s: {what}")
-        time.sleep(0.1)
-    return found
+        until(partial(pair.leads, pair.victim), f"{pair.victim.hostname} becomes the master")
 
 
 async def _read_all(cluster: Cluster, groups: tuple[str, ...]) -> set[tuple[str, str]]:

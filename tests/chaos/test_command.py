@@ -15,7 +15,7 @@ from qmq.deploy.chaos import clients, trial
 from qmq.deploy.chaos.faults import INSIDE
 from qmq.deploy.chaos.main import _settings
 from qmq.deploy.chaos.trial import STRIKES, attempt
-from tests.integration.cluster_world import begin_as, end
+from qmq.deploy.processes import module_command
 from tests.support.ports import run_of_ports
 
 RUN_S = 300
@@ -127,7 +127,7 @@ def test_unrecovered_group_and_unreadable_copy_are_findings(tmp_path, monkeypatc
         target = struck.target
         for group in trial.BROKER_GROUPS:
             slave = target.cluster.broker(group, "slave")
-            end(target.cluster, slave.hostname)
+            target.cluster.end(slave.hostname)
             with next((target.cluster.data(slave) / "log").glob("*.log")).open("r+b") as log:
                 log.write(b"nothing that is a frame")
         struck.strike("kill metaserver")
@@ -146,8 +146,11 @@ def test_acknowledgement_by_one_copy_is_found(tmp_path):
     def strike(nemesis, is_over):
         cluster = nemesis.target.cluster
         names = [broker.hostname for broker in cluster.plan.brokers]
-        end(cluster, *names)
-        begin_as(cluster, "tests.chaos.broker_that_acknowledges_early", *names)
+        cluster.end(*names)
+        for name in names:
+            service = cluster.service(name)
+            service.command = module_command("tests.chaos.broker_that_acknowledges_early", service.command[-1])
+        cluster.begin(*names)
         cluster.wait_writable()
         nemesis.strike_within(MINUTE_S, random.Random(1), [*STRIKES])
         assert len(nemesis.target.records) == 2, "the window and the fault"

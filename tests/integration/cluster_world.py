@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import re
 import socket
@@ -14,15 +13,21 @@ from pathlib import Path
 from threading import Thread
 from zlib import crc32
 
+import pytest
+
 import qmq
 from qmq.codec import batch_encoder, join_batch
 from qmq.deploy import control
 from qmq.deploy.cluster import Cluster
-from qmq.deploy.control import state
+from qmq.deploy.plan import HOST
 from qmq.deploy.processes import module_command
+from qmq.log import RealDisk
+from qmq.log.segments import log_name, segment_bases
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Pull
 from qmq.remoting.packet import ONE_WAY, packet_header, read_packet
+from tests.integration.tools_world import run
+from tests.support.http import ask
 from tests.support.ports import run_of_ports
 from tests.support.waiting import WAIT_S, until
 from tests.support.zygote import launch
@@ -34,11 +39,176 @@ SETTINGS = COPY_SETTINGS | {"lease_ms": 10_000}
 """Longer than a process pauses: no consumer's lease ends, and no acked message is delivered again."""
 
 
+class ObservedCluster(Cluster):
+    """Cluster with clients, and with readings of its processes, logs and states."""
+
+    @property
+    def hostnames(self):
+        """Names of all brokers and delay servers."""
+        return [plan.hostname for plan in self.plan.brokers]
+
+    def pair(self, group="g1"):
+        """Return the plans of the present master and slave."""
+        return self.broker(group, "master"), self.broker(group, "slave")
+
+    @staticmethod
+    def place(plan):
+        """Return the parameters of actions that name a broker's place."""
+        place = {"hostname": plan.hostname, "ip": HOST, "servePort": plan.serve_port, "syncPort": plan.sync_port}
+        return {"brokerGroup": plan.group} | place
+
+    def slaves(self, group="g1"):
+        """Return the plans of the present slaves."""
+        master = self.broker(group, "master")
+        return [plan for plan in self.plan.brokers if plan.group == group and plan != master]
+
+    def begin_as(self, module, *names):
+        """Start stopped brokers by a module of a test that runs the real one with faults."""
+        for name in names:
+            self.service(name).command = module_command(module, self.settings_file(name))
+        self.begin(*names)
+
+    def settings_file(self, name):
+        return Path(self.service(name).command[-1])
+
+    def log_of(self, name):
+        return self.service(name).log.read_text()
+
+    def row(self, query, *values):
+        """Return one row of the metaserver's database."""
+        with closing(sqlite3.connect(self.run_dir / "metaserver" / "metaserver.db")) as database:
+            return database.execute(query, values).fetchone()
+
+    def tool(self, command, *words, metaserver=None, token=None, **options):
+        """Run an operators' command as a script does."""
+        return run(command, metaserver or self.metaserver, *words, token=token or self.token, **options)
+
+    # States of brokers.
+
+    def state(self, plan):
+        return control.state(self, plan)
+
+    def reasons(self, plan):
+        found = self.state(plan)
+        return None if found is None else list(found.readonly_reasons)
+
+    def ends(self, group="g1"):
+        """Return log end and chain of master and slave; None for one that does not answer."""
+        states = [self.state(plan) for plan in self.pair(group)]
+        return [(found.log_end, found.chain) if found else None for found in states]
+
+    def are_equal(self, group="g1"):
+        """Return whether both copies run and end at the same frame."""
+        master, slave = self.ends(group)
+        return master is not None and master == slave
+
+    def wait_equal(self, group="g1"):
+        until(lambda: self.are_equal(group), f"both copies of {group} are equal")
+
+    def all_are_equal(self):
+        """Whether all copies of a cluster of one group have the same end and chain."""
+        states = [self.state(plan) for plan in self.plan.brokers]
+        return all(states) and len({(copy.log_end, copy.chain) for copy in states}) == 1
+
+    def read_copies(self, group="g1"):
+        """Return the logs of master and slave, as they are on the disks."""
+        return [control.read_copy(self.data(plan)) for plan in self.pair(group)]
+
+    def are_whole(self, group="g1"):
+        """Whether each frame of both logs can be read, and is the same."""
+        mine, other = self.read_copies(group)
+        return mine.frames == other.frames
+
+    def segments(self, plan):
+        """Return the base offsets of the segments on a broker's disk."""
+        return segment_bases(RealDisk(self.data(plan)))
+
+    def slaves_in_sync(self, group="g1"):
+        """Return how many slaves of a group are in sync; 0 without a master."""
+        master = self.state(self.broker(group, "master"))
+        return len(master.in_step) if master else 0
+
+    def wait_in_sync(self, group="g1"):
+        """Wait for both slaves of three copies."""
+        until(lambda: self.slaves_in_sync(group) == 2, f"both slaves of {group} are in sync")
+
+    def metrics(self, plan):
+        """Scrape a broker: {"name{labels}": value}."""
+        return control.metrics(f"http://127.0.0.1:{plan.metrics_port}", self.token)
+
+    def connections(self):
+        """Return the page of the connections of g1's master."""
+        port = self.broker("g1", "master").metrics_port
+        return ask(f"http://127.0.0.1:{port}/connections", token=self.token).json()
+
+    def open_messages(self, subject, group="g1"):
+        """Return the number of a subject's messages that its groups have not acked; None without an answer."""
+        try:
+            found = self.metrics(self.broker(group, "master"))
+        except OSError:
+            return None
+        open_gauges = ("qmq_broker_lag_messages{", "qmq_broker_unacked_messages{")
+        counts = [value for name, value in found.items() if name.startswith(open_gauges) and f'"{subject}"' in name]
+        return sum(counts) if counts else None
+
+    # Clients.
+
+    @property
+    def client(self):
+        """Words that each client needs."""
+        return {"metaserver": self.metaserver, "token": self.token, "app": "test"}
+
+    def producer(self, **options):
+        """Return a producer that waits for an outcome longer than a busy machine takes to restart a broker."""
+        options = {"timeout_s": 2 * WAIT_S} | options
+        return qmq.Producer(**self.client | options)
+
+    def consumer(self, **options):
+        return qmq.Consumer(**self.client | {"drain_s": 5.0} | options)
+
+    def send_all(self, subject, count, *, size=100, name="m"):
+        """Send messages with ids `name-0…`; return their receipts, all stored."""
+
+        async def send():
+            async with self.producer() as sender:
+                messages = [qmq.Message(subject, {"x": "x" * size}, id=f"{name}-{at}") for at in range(count)]
+                return list(await sender.send_many(messages))
+
+        receipts = asyncio.run(send())
+        assert all(receipt.is_stored for receipt in receipts), [r for r in receipts if not r.is_stored][:3]
+        return receipts
+
+    def consume_all(self, subject, group, count, *, timeout_s=WAIT_S, consumer_id=None, **options):
+        """Pull and ack `count` messages from the earliest on; return their first (sequence, id) pairs in order.
+
+        Messages delivered again after a short lease count once.
+        """
+
+        async def consume():
+            got = {}
+            client = self.consumer(consumer_id=consumer_id)
+            async with client.pull(subject, group=group, start="earliest", **options) as puller:
+                async with asyncio.timeout(timeout_s):
+                    while len(got) < count:
+                        messages = await puller.pull(500, timeout=1.0)
+                        got |= {(message.broker_group, message.sequence): message.id for message in messages}
+                        await puller.ack(messages)
+                    await puller.flush()
+            return [(sequence, id) for (_, sequence), id in got.items()]
+
+        return asyncio.run(consume())
+
+
 @contextmanager
-def running(run_dir, *, groups=("g1",), delay_groups=(), copies=2, restart_s=0.1, metaserver=None, **broker):
-    """Run a cluster with small segments, on ports of this test process."""
+def running(
+    run_dir, *, groups=("g1",), delay_groups=(), copies=2, restart_s=0.1, metaserver=None, program="", **broker
+):
+    """Run a cluster with small segments, on ports of this test process.
+
+    `program`: module of a test that runs the brokers with faults.
+    """
     first = run_of_ports()
-    with Cluster(
+    with ObservedCluster(
         run_dir,
         groups=groups,
         delay_groups=delay_groups,
@@ -51,6 +221,10 @@ def running(run_dir, *, groups=("g1",), delay_groups=(), copies=2, restart_s=0.1
         broker_port=first + 2,
         launch=launch,
     ) as cluster:
+        if program:
+            cluster.end(*cluster.hostnames)
+            cluster.begin_as(program, *cluster.hostnames)
+            cluster.wait_writable()
         yield cluster
 
 
@@ -65,89 +239,26 @@ def running_apart(run_dir, groups, *, metaserver=None, **settings):
         yield cluster
 
 
-# Processes.
+def shared_cluster(**settings):
+    """Return a fixture: one cluster for all tests of a module."""
+
+    @pytest.fixture(scope="module")
+    def cluster(tmp_path_factory):
+        with running(tmp_path_factory.mktemp("cluster"), **settings) as started:
+            yield started
+
+    return cluster
 
 
-def end(cluster, *names):
-    """Kill processes with SIGKILL; they stay down until `begin`."""
-    cluster.end(*names)
-
-
-def begin(cluster, *names):
-    cluster.begin(*names)
-
-
-def begin_as(cluster, module, *names):
-    """Start stopped brokers by a module of a test that runs the real one with faults."""
-    for name in names:
-        cluster.service(name).command = module_command(module, settings_file(cluster, name))
-    begin(cluster, *names)
-
-
-def settings_file(cluster, name):
-    return Path(cluster.service(name).command[-1])
-
-
-def log_of(cluster, name):
-    return cluster.service(name).log.read_text()
-
-
-def reasons(cluster, plan):
-    found = state(cluster, plan)
-    return None if found is None else list(found.readonly_reasons)
-
-
-def ends(cluster, group="g1"):
-    """Return log end and chain of master and slave; None for one that does not answer."""
-    states = [state(cluster, cluster.broker(group, role)) for role in ("master", "slave")]
-    return [(found.log_end, found.chain) if found else None for found in states]
-
-
-def are_equal(cluster, group="g1"):
-    """Return whether both copies run and end at the same frame."""
-    master, slave = ends(cluster, group)
-    return master is not None and master == slave
-
-
-def slaves_in_sync(cluster, group="g1"):
-    """Return how many slaves of a group are in sync; 0 without a master."""
-    master = state(cluster, cluster.broker(group, "master"))
-    return len(master.in_step) if master else 0
-
-
-def all_are_equal(cluster):
-    """Whether all copies of a cluster of one group have the same end and chain."""
-    states = [state(cluster, plan) for plan in cluster.plan.brokers]
-    return all(states) and len({(copy.log_end, copy.chain) for copy in states}) == 1
-
-
-def metrics(cluster, plan):
-    """Scrape a broker: {"name{labels}": value}."""
-    return control.metrics(f"http://127.0.0.1:{plan.metrics_port}", cluster.token)
-
-
-def open_messages(cluster, subject, group="g1"):
-    """Return the number of a subject's messages that its consumer groups have not acked; None without an answer."""
-    try:
-        found = metrics(cluster, cluster.broker(group, "master"))
-    except OSError:
-        return None
-    open_gauges = ("qmq_broker_lag_messages{", "qmq_broker_unacked_messages{")
-    counts = [value for name, value in found.items() if name.startswith(open_gauges) and f'"{subject}"' in name]
-    return sum(counts) if counts else None
-
-
-# Files.
-
-
-def data_of(cluster, plan):
-    return cluster.data(plan)
-
-
-def row(cluster, query, *values):
-    """Return one row of the metaserver's database."""
-    with closing(sqlite3.connect(cluster.run_dir / "metaserver" / "metaserver.db")) as database:
-        return database.execute(query, values).fetchone()
+def zero_from(data: Path, offset: int) -> bytes:
+    """Zero a log from an offset to the end of its segment, as after a lying flush; return the bytes before."""
+    base = max(base for base in segment_bases(RealDisk(data)) if base <= offset)
+    with (data / log_name(base)).open("r+b") as file:
+        file.seek(offset - base)
+        lost = file.read()
+        file.seek(offset - base)
+        file.write(bytes(len(lost)))
+    return lost
 
 
 def flip_bit(path: Path, at: int) -> None:
@@ -179,7 +290,6 @@ class Wire:
         if token is not None:
             answer = self.ask(Command.AUTHENTICATE, commands.encode_json(token=token, app="test"))
             assert answer.code == 0, bytes(answer.body)
-            self.welcome = json.loads(bytes(answer.body))
 
     def __enter__(self):
         return self
@@ -258,53 +368,6 @@ def pull(wire, subscription, timeout_ms=0):
     return list(commands.decode_pulled(answer.body)) if answer.code == 0 else []
 
 
-# Clients.
-
-
-def producer(cluster, **options):
-    """Return a producer that waits for an outcome longer than a busy machine takes to restart a broker."""
-    options = {"timeout_s": 2 * WAIT_S} | options
-    return qmq.Producer(metaserver=cluster.metaserver, token=cluster.token, app="test", **options)
-
-
-def consumer(cluster, **options):
-    return qmq.Consumer(metaserver=cluster.metaserver, token=cluster.token, app="test", drain_s=5.0, **options)
-
-
-def send_all(cluster, subject, count, *, size=100, name="m"):
-    """Send messages with ids `name-0…`; return their receipts, all stored."""
-
-    async def send():
-        async with producer(cluster) as sender:
-            messages = [qmq.Message(subject, {"x": "x" * size}, id=f"{name}-{at}") for at in range(count)]
-            return list(await sender.send_many(messages))
-
-    receipts = asyncio.run(send())
-    assert all(receipt.is_stored for receipt in receipts), [r for r in receipts if not r.is_stored][:3]
-    return receipts
-
-
-def consume_all(cluster, subject, group, count, *, timeout_s=WAIT_S, consumer_id=None, **options):
-    """Pull and ack `count` messages from the earliest on; return their first (sequence, id) pairs in order.
-
-    Messages delivered again after a short lease count once.
-    """
-
-    async def consume():
-        got = {}
-        client = consumer(cluster, consumer_id=consumer_id)
-        async with client.pull(subject, group=group, start="earliest", **options) as puller:
-            async with asyncio.timeout(timeout_s):
-                while len(got) < count:
-                    messages = await puller.pull(500, timeout=1.0)
-                    got |= {(message.broker_group, message.sequence): message.id for message in messages}
-                    await puller.ack(messages)
-                await puller.flush()
-        return [(sequence, id) for (_, sequence), id in got.items()]
-
-    return asyncio.run(consume())
-
-
 class Probe:
     """Client that sends all the time on one connection, and must not notice faults of others."""
 
@@ -327,7 +390,7 @@ class Probe:
         assert all(receipt.is_stored for receipt in self.receipts)
 
     async def _send(self):
-        async with producer(self._cluster) as sender:
+        async with self._cluster.producer() as sender:
             while not self._is_over:
                 began = time.monotonic()
                 self.receipts.append(await sender.send(qmq.Message("probe", {"n": len(self.receipts)})))

@@ -15,7 +15,7 @@ from pathlib import Path
 import qmq
 import qmq.blocking
 from qmq.ledger import PROVEN, Entry, Ledger
-from tests.integration.cluster_world import consume_all, consumer, producer, running, send_all, until
+from tests.integration.cluster_world import running, until
 from tests.integration.watchdog_world import KEY, Application, WatchdogProcess, register
 from tests.support.chromium import Chromium
 
@@ -36,10 +36,10 @@ def bad_night(folder):
         running(folder / "cluster", groups=("g1", "g2"), delay_groups=("d1",), metaserver=settings) as cluster,
         WatchdogProcess(cluster, folder) as watchdog,
     ):
-        send_all(cluster, "order.changed", 20)
-        consume_all(cluster, "order.changed", "billing", 20)
-        send_all(cluster, "order.changed", 40, name="later")
-        consume_all(cluster, "order.changed", "search", 60)
+        cluster.send_all("order.changed", 20)
+        cluster.consume_all("order.changed", "billing", 20)
+        cluster.send_all("order.changed", 40, name="later")
+        cluster.consume_all("order.changed", "search", 60)
         asyncio.run(_dead_letters(cluster))
         until(lambda: watchdog.is_leader, "the watchdog leads")
         application.write_rows(["poison"])
@@ -63,12 +63,12 @@ def _nights(folder):
 
 
 async def _dead_letters(cluster):
-    async with producer(cluster) as sender:
+    async with cluster.producer() as sender:
         for number in range(3):
             order = 4711 + number
             mail_body = {"order": order, "to": None, "lines": [{"sku": f"A-{number}", "price": 12.5}]}
             await sender.send(qmq.Message.of("mail.wanted", mail_body, {"order": str(order)}))
-    mail = consumer(cluster)
+    mail = cluster.consumer()
 
     @mail.listen("mail.wanted", group="mail", start="earliest", retries_max=1, retry_delay=0.05)
     async def send_mail(message):
@@ -127,8 +127,8 @@ PLACE = """(w => { while (w.nextNode()) w.currentNode.data = w.currentNode.data.
 def _some_traffic(cluster, browser):
     """Half a minute in which there is something to draw; a subject is counted while its page is looked at."""
     for step, count in enumerate((200, 500, 900, 650, 800, 300, 450, 400)):
-        send_all(cluster, "order.changed", count, name=f"step{step}")
-        consume_all(cluster, "order.changed", "search", count)
+        cluster.send_all("order.changed", count, name=f"step{step}")
+        cluster.consume_all("order.changed", "search", count)
         browser.open(cluster.metaserver + PICTURES["consumers"][0])
         time.sleep(4)
 

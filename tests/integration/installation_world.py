@@ -47,6 +47,15 @@ http {{
 """
 
 
+def start_nginx(folder, conf):
+    """Start nginx with this part of its configuration; return its process."""
+    (folder / "qmq.conf").write_text(conf)
+    (folder / "nginx.conf").write_text(NGINX_MAIN.format(folder=folder))
+    program = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
+    assert program, "these tests need Debian's nginx: apt-get install nginx"
+    return subprocess.Popen([program, "-c", folder / "nginx.conf", "-e", folder / "nginx.log"], start_new_session=True)
+
+
 class Installation:
     """Processes of one installation in one folder; tests stop and start `metaservers` and `brokers`."""
 
@@ -100,24 +109,17 @@ class Installation:
     def start(self):
         for service in self.metaservers:
             service.start()
-        for service in self.metaservers:
-            until(lambda service=service: self.answers(service.url), f"{service.name} answers")
+        self.wait_all(self.answers, "it answers")
         self._start_nginx()
         for number, broker in enumerate(self.brokers):
             manage(self.url, TOKEN, "AddBroker", brokerGroup="g1", role=min(number, 1), **broker.place)
             broker.start()
-        for service in self.metaservers:
-            until(lambda service=service: self.writable(service.url), f"each group is writable at {service.name}")
+        self.wait_writable()
         return self
 
     def _start_nginx(self):
         addresses = [service.url.removeprefix("http://") for service in self.metaservers]
-        (self.folder / "qmq.conf").write_text(nginx_conf(f"{HOST}:{self.nginx_port}", addresses))
-        (self.folder / "nginx.conf").write_text(NGINX_MAIN.format(folder=self.folder))
-        program = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
-        assert program, "these tests need Debian's nginx: apt-get install nginx"
-        command = [program, "-c", str(self.folder / "nginx.conf"), "-e", str(self.folder / "nginx.log")]
-        self.nginx = subprocess.Popen(command, start_new_session=True)
+        self.nginx = start_nginx(self.folder, nginx_conf(f"{HOST}:{self.nginx_port}", addresses))
         until(lambda: self.answers(self.url), "nginx answers")
 
     def stop(self):
@@ -148,6 +150,14 @@ class Installation:
         with suppress(httpx.HTTPError):
             return all(group["writable"] for group in self.look(url))
         return False
+
+    def wait_all(self, condition, what):
+        """Wait until a condition on its URL holds at each metaserver."""
+        for service in self.metaservers:
+            until(lambda url=service.url: condition(url), f"{service.name}: {what}")
+
+    def wait_writable(self):
+        self.wait_all(self.writable, "all groups are writable")
 
     def up(self, url):
         return {row["hostname"]: row["up"] for row in self.look(url, "ListBrokers")}

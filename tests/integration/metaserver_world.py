@@ -81,9 +81,6 @@ class World:
     async def add(self, group, role, hostname, port=20881):
         await self.done("AddBroker", **place(group, role, hostname, port))
 
-    async def replace(self, group, role, hostname, port=20881):
-        return await self.done("ReplaceBroker", **place(group, role, hostname, port))
-
     async def group(self, name):
         answer = await self.http.get("/api/v1/ListBrokerGroups", headers={"X-Api-Token": TOKEN})
         groups = answer.json()["data"]
@@ -169,9 +166,9 @@ class FakeBroker(BrokerServicer):
         self.world, self.hostname, self.port, self.token = world, hostname, port, token
         self.incarnation = incarnation or f"disk of {hostname}"
         self.beat_s, self.log_end, self.chain = beat_s, log_end, chain
-        self.ready, self.reasons, self.durability = True, [], "fsync"
+        self.reasons = []
         self.assignments, self.clocks_ms, self.calls = [], [], []
-        self.prepare_error, self.report_new_terms, self.before_status = None, True, None
+        self.report_new_terms, self.before_status = True, None
         self.gone, self.in_sync_with = None, None
         self._changed = asyncio.Event()
 
@@ -258,8 +255,8 @@ class FakeBroker(BrokerServicer):
             readonly_reasons=self.reasons,
             hostname=self.hostname,
             serve_port=self.port,
-            writable=master and self.ready and not self.reasons,
-            durability=self.durability,
+            writable=master and not self.reasons,
+            durability="fsync",
             incarnation=self.incarnation,
             in_step=self.in_sync(known) if master else (),
         )
@@ -312,8 +309,6 @@ class FakeBroker(BrokerServicer):
 
     async def PrepareSwap(self, request, context):
         await self._note("PrepareSwap", context)
-        if self.prepare_error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.prepare_error)
         assert request.term == self.assignment.term and request.hold_ms > request.timeout_ms > 0
         return self.state()
 

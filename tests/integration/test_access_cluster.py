@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
-import urllib.error
-import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,22 +14,20 @@ import qmq
 from qmq.deploy import plan
 from qmq.deploy.control import manage
 from qmq.deploy.plan import write_atomically
-from qmq.errors import AccessError, ErrorCode, OperatorError
+from qmq.errors import ErrorCode, OperatorError
 from qmq.proto import qmq_pb2 as pb
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.rights import TokenRole, includes
 from qmq.server.access import CONTROL_ROLES
-from tests.integration.cluster_world import WAIT_S, Wire, begin, end, produce_body, running, state, until
+from tests.integration.cluster_world import WAIT_S, Wire, produce_body, running, shared_cluster, until
+from tests.support.http import ask
 
 HOST = "127.0.0.1"
 SERVICE = pb.DESCRIPTOR.services_by_name["Broker"]
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("cluster")) as started:
-        yield started
+cluster = shared_cluster()
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +112,8 @@ def test_every_control_method_requires_its_role(cluster, tokens):
     with Wire(master.serve_port, token=cluster.token) as wire:
         assert wire.ask(Command.PRODUCE, produce_body(subject, {"a": 1})).code == ErrorCode.SUCCESS
         assert subscribe(wire, subject).code == ErrorCode.SUCCESS
-    until(lambda: state(cluster, master).log_end == state(cluster, master).high_watermark, "all is in sync")
-    questions = requests(state(cluster, master).term, subject)
+    until(lambda: cluster.state(master).log_end == cluster.state(master).high_watermark, "all is in sync")
+    questions = requests(cluster.state(master).term, subject)
     assert questions.keys() == {method.name for method in SERVICE.methods}, "each method has its question"
     before = unchanged(cluster, master, subject)
     for name, request in questions.items():
@@ -142,20 +137,20 @@ def test_every_control_method_requires_its_role(cluster, tokens):
 
 def unchanged(cluster, master, subject):
     """Return the state that refused calls must not change."""
-    now = state(cluster, master)
+    now = cluster.state(master)
     return now.role, now.term, now.writable, now.log_end, cluster.manage("Consumers")["groups"]
 
 
 def test_scope_limits_produced_and_consumed_subjects(cluster):
     token = make(cluster, "client", "scoped", subjects="produce:order,consume:paid.*")
     master = cluster.broker("g1", "master")
-    end_before = state(cluster, master).log_end
+    end_before = cluster.state(master).log_end
     with Wire(master.serve_port, token=token) as wire:
         for subject in ("paid.card", "other"):
             answer = wire.ask(Command.PRODUCE, produce_body(subject, {"a": 1}))
             assert answer.code == ErrorCode.MISSING_RIGHT
             assert bytes(answer.body).decode().startswith(f"token 'scoped' may not produce to '{subject}'")
-        assert state(cluster, master).log_end == end_before, "nothing was stored"
+        assert cluster.state(master).log_end == end_before, "nothing was stored"
         assert wire.ask(Command.PRODUCE, produce_body("order", {"a": 1})).code == ErrorCode.SUCCESS
         answer = subscribe(wire, "order")
         assert answer.code == ErrorCode.MISSING_RIGHT and b"may not consume from 'order'" in bytes(answer.body)
@@ -192,14 +187,14 @@ def test_old_tokens_work_while_the_metaserver_is_away(cluster):
     known, new = make(cluster, "client", "known"), make(cluster, "client", "not seen yet")
     port = cluster.broker("g1", "master").serve_port
     with Wire(port, token=known) as wire:
-        end(cluster, "metaserver")
+        cluster.end("metaserver")
         try:
             assert wire.ask(Command.PRODUCE, produce_body("order", {"a": 1})).code == ErrorCode.SUCCESS
             assert log_in(port, known)[0] == log_in(port, cluster.token)[0] == ErrorCode.SUCCESS
             code, text = log_in(port, new)
             assert code == ErrorCode.NOT_SERVED and "cannot be checked" in text
         finally:
-            begin(cluster, "metaserver")
+            cluster.begin("metaserver")
     until(lambda: log_in(port, new)[0] == ErrorCode.SUCCESS, "the new token is checked")
 
 
@@ -220,15 +215,15 @@ def test_key_is_rotated_without_restarts(tmp_path, monkeypatch):
         monkeypatch.setenv(f"QMQ_{name}_FILE", str(files[name]))
     monkeypatch.setattr(plan, "secrets", SimpleNamespace(token_hex=lambda _: old, token_bytes=secrets.token_bytes))
     with running(tmp_path / "cluster") as cluster:
-        master, slave = cluster.broker("g1", "master"), cluster.broker("g1", "slave")
+        master, slave = cluster.pair()
         client = make(cluster, "client", "shop")
         for name in ("METASERVER_CLUSTER_TOKEN", "BROKER_TOKEN", "METASERVER_CLUSTER_TOKEN_BEFORE"):
             write_atomically(files[name], new)
         assert manage(cluster.metaserver, new, "ListBrokers")
         with pytest.raises(OperatorError, match="token is not valid"):
             manage(cluster.metaserver, old, "ListBrokers")
-        end(cluster, slave.hostname)
-        begin(cluster, slave.hostname)
+        cluster.end(slave.hostname)
+        cluster.begin(slave.hostname)
 
         async def send() -> qmq.Receipt:
             async with qmq.Producer(metaserver=cluster.metaserver, app="shop", token=client, timeout_s=WAIT_S) as shop:
@@ -241,22 +236,13 @@ def test_key_is_rotated_without_restarts(tmp_path, monkeypatch):
 
 def test_broker_metrics_require_a_token(cluster, tokens):
     url = f"http://{HOST}:{cluster.broker('g1', 'master').metrics_port}"
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-    def get(path="/metrics", **headers):
-        try:
-            with opener.open(urllib.request.Request(url + path, headers=headers), timeout=WAIT_S) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
-
-    assert get()[0] == get(**{"X-Api-Token": "wrong"})[0] == 401
-    assert get("/")[0] == get("/nothing")[0] == 404, "no other address exists"
-    status, text = get(Authorization=f"Bearer {tokens['viewer']}")
-    assert status == 200 and "qmq_broker_is_master" in text
-    assert get(**{"X-Api-Token": tokens["client"]})[0] == 403
-    assert get("/nothing", **{"X-Api-Token": tokens["viewer"]})[0] == 404
+    answers = {
+        (path, role): ask(url + path, token=tokens.get(role, role)).status_code
+        for path in ("/metrics", "/", "/nothing")
+        for role in ("", "wrong", "client", "viewer")
+    }
+    assert [answers["/metrics", role] for role in ("", "wrong", "client", "viewer")] == [401, 401, 403, 200]
+    assert {status for (path, _), status in answers.items() if path != "/metrics"} == {404}, "no other address exists"
 
 
 def test_tokens_are_not_in_process_lists(cluster):
@@ -269,14 +255,3 @@ def test_tokens_are_not_in_process_lists(cluster):
             assert path.stat().st_mode & 0o077 == 0, f"{path} may be read by others"
     for log in (cluster.run_dir / "logs").iterdir():
         assert cluster.token not in log.read_text(), log
-
-
-def test_invalid_token_opens_nothing(cluster):
-    with pytest.raises(AccessError, match="not valid"):
-        raise_for(log_in(cluster.broker("g1", "master").serve_port, "qmq_first_" + "0" * 64))
-    assert json.loads((cluster.run_dir / "cluster.json").read_text())["token"] == cluster.token
-
-
-def raise_for(answer):
-    code, text = answer
-    raise qmq.errors.from_code(code, text)

@@ -7,11 +7,10 @@ from contextlib import ExitStack, contextmanager
 
 from qmq.deploy import cluster as deployed
 from qmq.deploy import plan
-from qmq.deploy.cluster import Cluster
 from qmq.deploy.prometheus.config import find_targets
 from qmq.types import Endpoint
 from tests.integration import cluster_world
-from tests.integration.cluster_world import consume_all, running, send_all, until
+from tests.integration.cluster_world import ObservedCluster, running, until
 from tests.support.cable import cable_to
 from tests.support.ports import free_ports
 
@@ -23,7 +22,7 @@ def forwarded(monkeypatch):
     """Let clusters listen on all addresses and on other ports than they advertise; yield {setting: cables}."""
     cables = defaultdict(list)
 
-    class Behind(Cluster):
+    class Behind(ObservedCluster):
         def _service(self, name, module, settings):
             advertised = {key: settings[key] for key in PORTS if key in settings}
             listening = dict(zip(advertised, free_ports(len(advertised)), strict=True))
@@ -33,7 +32,7 @@ def forwarded(monkeypatch):
             words = {f"advertised_{key}": port for key, port in advertised.items()}
             return super()._service(name, module, settings | listening | words | address)
 
-    monkeypatch.setattr(cluster_world, "Cluster", Behind)
+    monkeypatch.setattr(cluster_world, "ObservedCluster", Behind)
     with ExitStack() as stack:
         yield cables
 
@@ -45,13 +44,13 @@ def set_host(monkeypatch, host):
 
 def produce_swap_consume(cluster):
     """Produce, swap and consume; return the ids of the consumed messages."""
-    send_all(cluster, "s", 20, name="before")
+    cluster.send_all("s", 20, name="before")
     master = cluster.broker("g1", "master").hostname
     cluster.swap_roles("g1")
     until(lambda: cluster.broker("g1", "master").hostname != master, "the roles are swapped")
     cluster.wait_writable("g1")
-    send_all(cluster, "s", 20, name="after")
-    return sorted(message_id for _, message_id in consume_all(cluster, "s", "g", 40))
+    cluster.send_all("s", 20, name="after")
+    return sorted(message_id for _, message_id in cluster.consume_all("s", "g", 40))
 
 
 IDS = sorted(f"{name}-{number}" for name in ("before", "after") for number in range(20))
@@ -77,6 +76,6 @@ def test_cluster_behind_forwarder_uses_advertised_addresses(tmp_path, monkeypatc
         assert row["ip"] == plan.HOST
         shown = (row["servePort"], row["syncPort"], row["controlPort"], row["metricsPort"])
         assert shown == (broker.serve_port, broker.sync_port, broker.control_port, broker.metrics_port)
-        cluster_world.metrics(cluster, broker)
+        cluster.metrics(broker)
         unused = [key for key in PORTS if not any(cable.connections for cable in cables[key])]
         assert unused == [], "a process was reached past its advertised address"

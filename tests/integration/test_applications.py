@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import urllib.request
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,12 +18,12 @@ import pytest
 
 import qmq
 import qmq.blocking
+from tests.support.http import ask, is_served
 from tests.support.ports import free_ports
 from tests.support.waiting import until
 
 FOLDER = Path(__file__).parents[2] / "docs" / "examples" / "applications"
 LINES = {"fastapi_shop.py": 60, "django_shop.py": 60, "worker.py": 30}
-OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @pytest.fixture
@@ -150,16 +148,6 @@ def process(environment, *command):
         ran.wait()
 
 
-def ask(url, method="GET"):
-    try:
-        with OPENER.open(urllib.request.Request(url, method=method), timeout=60) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError:
-        raise
-    except OSError:
-        return None
-
-
 def test_django_shop_invoices_orders_under_gunicorn(qmq_blocking_broker, tmp_path):
     [port] = free_ports(1)
     url = f"http://127.0.0.1:{port}/orders"
@@ -174,8 +162,11 @@ def test_django_shop_invoices_orders_under_gunicorn(qmq_blocking_broker, tmp_pat
         serve = ("-m", "gunicorn", "django_shop:application", "-w2", "-b", f"127.0.0.1:{port}", "--log-level", "error")
         stack.enter_context(process(environment, *serve))
         stack.enter_context(process(environment, "django_shop.py", "runconsumer", "django_shop:consumer"))
-        until(lambda: ask(f"{url}/0") is not None, "gunicorn serves")
+        until(lambda: is_served(f"{url}/0"), "gunicorn serves")
         for number in range(1, 9):
-            assert ask(f"{url}/{number}", "POST") == {}
-        until(lambda: all(ask(f"{url}/{number}")["invoiced"] for number in range(1, 9)), "all orders are invoiced")
+            assert ask(f"{url}/{number}", "POST").json() == {}
+        until(
+            lambda: all(ask(f"{url}/{number}").json()["invoiced"] for number in range(1, 9)),
+            "all orders are invoiced",
+        )
         qmq_blocking_broker.wait_until_consumed("order.placed", "billing")

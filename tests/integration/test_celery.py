@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -11,9 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-import qmq
-from tests.integration import cluster_world
-from tests.integration.cluster_world import running
+from tests.integration.cluster_world import shared_cluster
 from tests.support.waiting import until
 
 TASKS = 200
@@ -27,11 +24,7 @@ note.apply_async(("eta",), countdown=1)
 """
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("cluster"), delay_groups=("d1",), lease_ms=3000) as cluster:
-        cluster.wait_writable("g1", "d1")
-        yield cluster
+cluster = shared_cluster(delay_groups=("d1",), lease_ms=3000)
 
 
 @pytest.fixture
@@ -98,21 +91,15 @@ def count(cluster, token):
 def test_passive_declaration_counts_waiting_tasks(cluster):
     missing = count(cluster, cluster.token)
     assert "ChannelError" in missing.stderr and "counted" in missing.stderr
-    asyncio.run(send(cluster, 3))
-    cluster_world.consume_all(cluster, "counted", "celery", 3)
-    asyncio.run(send(cluster, 2))
+    cluster.send_all("counted", 3)
+    cluster.consume_all("counted", "celery", 3)
+    cluster.send_all("counted", 2, name="later")
     until(lambda: count(cluster, cluster.token).stdout == "2\n", "two tasks wait")
     client = cluster.manage("AddToken", name="client", role="client")["token"]
     refused = count(cluster, client)
     assert (
         refused.returncode == 1 and "ChannelError: queue counted: token 'client' has the role client" in refused.stderr
     )
-
-
-async def send(cluster, number):
-    async with qmq.Producer(metaserver=cluster.metaserver, token=cluster.token, app="test") as producer:
-        receipts = await producer.send_many([qmq.Message("counted", {"n": n}) for n in range(number)])
-        assert receipts.all_stored
 
 
 def test_celery_sender_without_a_broker_reports_the_cause(environment):

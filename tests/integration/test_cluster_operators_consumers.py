@@ -12,33 +12,12 @@ from qmq.deploy.control import manage
 from qmq.errors import QmqError
 from qmq.proto import qmq_pb2 as pb
 from qmq.proto.qmq_pb2_grpc import BrokerStub
-from tests.integration.cluster_world import (
-    WAIT_S,
-    Wire,
-    begin,
-    consume_all,
-    consumer,
-    end,
-    metrics,
-    pull,
-    running,
-    send_all,
-    subscribe,
-    until,
-)
+from tests.integration.cluster_world import WAIT_S, Wire, pull, shared_cluster, subscribe, until
 
 COUNT = 30
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("cluster"), lease_ms=20_000) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def subject(request):
-    return f"s{sum(request.node.name.encode())}"
+cluster = shared_cluster(lease_ms=20_000)
 
 
 def call(cluster, method, request, role="master"):
@@ -65,11 +44,11 @@ def ids(count, begin=0):
 @pytest.mark.parametrize("holds", ["everything acked", "a full buffer"])
 def test_connected_consumer_continues_at_the_new_position(cluster, subject, holds):
     """The broker refuses its pulls or its next ack; then it drops its messages and is served anew."""
-    send_all(cluster, subject, COUNT)
+    cluster.send_all(subject, COUNT)
     prefetch = 8 if holds == "a full buffer" else 100
 
     async def consume():
-        client = consumer(cluster, consumer_id="c")
+        client = cluster.consumer(consumer_id="c")
         async with client.pull(subject, group="g", start="earliest", prefetch_messages=prefetch) as puller:
             async with asyncio.timeout(WAIT_S):
                 first = await take(puller, COUNT if holds == "everything acked" else 4)
@@ -101,11 +80,11 @@ async def take(puller, count):
 
 def test_abandoned_group_is_removed(cluster, subject):
     """A group that was tried once keeps all messages: nothing else would end it."""
-    send_all(cluster, subject, COUNT)
+    cluster.send_all(subject, COUNT)
     words = {"subject": subject, "group": "tried"}
 
     async def consume():
-        client = consumer(cluster, consumer_id="c")
+        client = cluster.consumer(consumer_id="c")
         async with client.pull(subject, group="tried", start="earliest") as puller:
             await take(puller, 1)
             with pytest.raises(QmqError, match="has consumers: c"):
@@ -125,29 +104,29 @@ def test_switched_off_consumer_gets_nothing_after_a_restart(cluster, subject):
     def switch(state):
         manage(cluster.metaserver, cluster.token, "OnOffline", state=state, **rule)
 
-    send_all(cluster, subject, COUNT)
+    cluster.send_all(subject, COUNT)
     switch("offline")
     try:
         with pytest.raises(TimeoutError):
-            consume_all(cluster, subject, "g", 1, timeout_s=1.5, consumer_id="c")
-        assert consume_all(cluster, subject, "other", COUNT, consumer_id="c")
-        end(cluster, "metaserver", *(broker.hostname for broker in cluster.plan.brokers))
-        begin(cluster, *(broker.hostname for broker in cluster.plan.brokers))
+            cluster.consume_all(subject, "g", 1, timeout_s=1.5, consumer_id="c")
+        assert cluster.consume_all(subject, "other", COUNT, consumer_id="c")
+        cluster.end("metaserver", *cluster.hostnames)
+        cluster.begin(*cluster.hostnames)
         until(lambda: is_served(cluster), "the broker takes up its old part")
         with Wire(cluster.broker("g1", "master").serve_port, token=cluster.token) as wire:
             assert not pull(wire, subscribe(wire, subject, consumer="c"), timeout_ms=500)
     finally:
-        begin(cluster, "metaserver")
+        cluster.begin("metaserver")
         until(lambda: answers(cluster), "the metaserver answers")
         switch("online")
-    assert [id for _, id in consume_all(cluster, subject, "g", COUNT, consumer_id="c")] == ids(COUNT)
+    assert [id for _, id in cluster.consume_all(subject, "g", COUNT, consumer_id="c")] == ids(COUNT)
 
 
 def test_operators_limits_reach_the_brokers(cluster, subject):
     def limit(action, **words):
         manage(cluster.metaserver, cluster.token, action, subject=subject, **words)
 
-    send_all(cluster, subject, COUNT)
+    cluster.send_all(subject, COUNT)
     limit("LimitGroup", group="g", perSecond=2)
     until(lambda: "rate" in causes_while_pulling(cluster, subject), "Lag names the rate")
     limit("LimitGroup", group="g", perSecond=0)
@@ -156,14 +135,14 @@ def test_operators_limits_reach_the_brokers(cluster, subject):
     limit("SetLimits", expiresAfterS=1)
     until(lambda: {row.group: row.lag for row in progress(cluster, subject)}["never"] == 0, "what nobody takes expires")
     limit("SetLimits", expiresAfterS=0)
-    page = metrics(cluster, cluster.broker("g1", "master"))
+    page = cluster.metrics(cluster.broker("g1", "master"))
     (expired,) = (page[name] for name in page if "expired_messages_total" in name and 'consumer_group="never"' in name)
     assert expired == COUNT
 
 
 def causes_while_pulling(cluster, subject):
     with pytest.raises(TimeoutError):
-        consume_all(cluster, subject, "g", COUNT, timeout_s=1.0)
+        cluster.consume_all(subject, "g", COUNT, timeout_s=1.0)
     (group,) = progress(cluster, subject)
     return group.causes
 

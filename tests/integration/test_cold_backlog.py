@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 import qmq
-from tests.integration.cluster_world import begin, consume_all, consumer, end, producer, running, send_all, state
+from tests.integration.cluster_world import shared_cluster
 from tests.support.waiting import WAIT_S
 
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("cluster"), lease_ms=60_000, tail_bytes=16 * 1024) as cluster:
-        yield cluster
+cluster = shared_cluster(lease_ms=60_000, tail_bytes=16 * 1024)
 
 
 def test_cold_backlog_comes_whole_and_in_order(cluster):
     count = 6000
-    send_all(cluster, "cold", count, size=300)
+    cluster.send_all("cold", count, size=300)
     master = cluster.broker("g1", "master")
-    assert state(cluster, master).log_end > 6 * 256 * 1024
+    assert cluster.state(master).log_end > 6 * 256 * 1024
     expected = [(n, f"m-{n}") for n in range(count)]
-    assert consume_all(cluster, "cold", "first", count) == expected
-    end(cluster, master.hostname)
-    begin(cluster, master.hostname)
+    assert cluster.consume_all("cold", "first", count) == expected
+    cluster.end(master.hostname)
+    cluster.begin(master.hostname)
     cluster.wait_writable()
-    assert consume_all(cluster, "cold", "second", count) == expected
+    assert cluster.consume_all("cold", "second", count) == expected
 
 
 async def test_tags_select_in_closed_and_new_segments(cluster):
     async def take(count, **terms):
         found = []
-        async with consumer(cluster).pull("tagged", start="earliest", **terms) as puller:
+        async with cluster.consumer().pull("tagged", start="earliest", **terms) as puller:
             async with asyncio.timeout(WAIT_S):
                 while len(found) < count:
                     messages = await puller.pull(100, timeout=1.0)
@@ -47,7 +41,7 @@ async def test_tags_select_in_closed_and_new_segments(cluster):
         qmq.Message("tagged", {"n": n, "x": "y" * 200}, tags=[f"t{n % 100}", "even" if n % 2 == 0 else "odd"])
         for n in range(count)
     ]
-    async with producer(cluster) as sender:
+    async with cluster.producer() as sender:
         assert (await sender.send_many(messages)).all_stored
     rare = [n for n in range(count) if n % 100 == 7]
     assert await take(len(rare), group="rare", tags=["t7"]) == rare

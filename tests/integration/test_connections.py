@@ -7,7 +7,6 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
 import pytest
 
 import qmq
@@ -17,34 +16,20 @@ from qmq.errors import ErrorCode
 from qmq.remoting import commands
 from qmq.remoting.commands import Command
 from qmq.tools.findings import judge_broker, judge_limits
-from tests.integration.cluster_world import (
-    Wire,
-    are_equal,
-    log_of,
-    metrics,
-    produce_body,
-    running,
-    send_all,
-    until,
-)
+from tests.integration.cluster_world import Wire, produce_body, shared_cluster, until
 
 CONNECTIONS, OF_A_TOKEN = 20, 5
 KIB = 1 << 10
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("connections")
-    with running(
-        directory,
-        connections_max=CONNECTIONS,
-        token_connections_max=OF_A_TOKEN,
-        token_bytes_per_s=64 * KIB,
-        new_subjects_per_minute=2,
-        packet_bytes_max=128 * KIB,
-        message_bytes_max=32 * KIB,
-    ) as cluster:
-        yield cluster
+cluster = shared_cluster(
+    connections_max=CONNECTIONS,
+    token_connections_max=OF_A_TOKEN,
+    token_bytes_per_s=64 * KIB,
+    new_subjects_per_minute=2,
+    packet_bytes_max=128 * KIB,
+    message_bytes_max=32 * KIB,
+)
 
 
 def silent(stack, port, count):
@@ -53,7 +38,7 @@ def silent(stack, port, count):
 
 
 def test_silent_connections_keep_no_token_holder_out(cluster):
-    send_all(cluster, "s", 1)
+    cluster.send_all("s", 1)
     master = cluster.broker("g1", "master")
     with ExitStack() as stack:
         for port in (master.serve_port, master.sync_port):
@@ -62,8 +47,8 @@ def test_silent_connections_keep_no_token_holder_out(cluster):
             assert wire.ask(Command.HEARTBEAT).code == 0
             silent(stack, master.serve_port, 2 * CONNECTIONS)
             assert wire.ask(Command.HEARTBEAT).code == 0, "an authenticated connection stays"
-    send_all(cluster, "s", 1)
-    until(lambda: are_equal(cluster), "equal copies")
+    cluster.send_all("s", 1)
+    cluster.wait_equal()
 
 
 @pytest.mark.parametrize("port", ["serve_port", "sync_port"])
@@ -78,7 +63,7 @@ def test_connections_of_a_control_port_are_bounded(cluster):
     with ExitStack() as stack:
         accepted = [peer for peer in silent(stack, port, CONTROL_CONNECTIONS + 50) if _is_accepted(peer)]
     assert CONTROL_CONNECTIONS - 50 <= len(accepted) < CONTROL_CONNECTIONS + 50
-    until(lambda: are_equal(cluster), "the slave answers again")
+    until(lambda: cluster.are_equal(), "the slave answers again")
 
 
 def _is_accepted(stranger):
@@ -106,30 +91,6 @@ def test_kernel_probes_idle_connections(cluster):
             until(lambda port=port, own=own: timer_of_accepted(port, own) == 2, "the keepalive timer runs")
 
 
-def test_connections_of_one_token_are_bounded(cluster):
-    port = cluster.broker("g1", "master").serve_port
-    own, other = (cluster.manage("AddToken", name=name, role="client")["token"] for name in ("one", "other"))
-    with ExitStack() as stack:
-        wires = [stack.enter_context(Wire(port, token=own)) for _ in range(OF_A_TOKEN)]
-        with Wire(port) as refused:
-            answer = refused.ask(Command.AUTHENTICATE, commands.encode_json(token=own, app="test"))
-            assert answer.code == ErrorCode.OVERLOADED
-            assert b"token 'one' has 5 connections to g1, and may have no more (token_connections_max)" in bytes(
-                answer.body
-            )
-            assert refused.is_closed()
-        for token in (other, cluster.token):
-            stack.enter_context(Wire(port, token=token))
-        wires[0].socket.close()
-
-        def is_accepted():
-            with Wire(port) as wire:
-                answer = wire.ask(Command.AUTHENTICATE, commands.encode_json(token=own, app="test"))
-                return answer is not None and answer.code == 0
-
-        until(is_accepted, "a connection that ended makes room")
-
-
 def client_of(cluster, name):
     token = cluster.manage("AddToken", name=name, role="client")["token"]
     return Wire(cluster.broker("g1", "master").serve_port, token=token)
@@ -142,7 +103,7 @@ def codes(wire, *bodies):
 def reached(cluster, setting):
     """Return how often the master has counted a reached bound."""
     name = f'qmq_broker_limits_reached_total{{broker_group="g1",setting="{setting}"}}'
-    return metrics(cluster, cluster.broker("g1", "master")).get(name, 0)
+    return cluster.metrics(cluster.broker("g1", "master")).get(name, 0)
 
 
 def too_many_connections(cluster):
@@ -153,11 +114,29 @@ def too_many_connections(cluster):
 
 
 def too_many_of_a_token(cluster):
-    token = cluster.manage("AddToken", name="crowd", role="client")["token"]
+    """Other tokens have their own connections, and one that ended makes room."""
+    port = cluster.broker("g1", "master").serve_port
+    crowd, other = (cluster.manage("AddToken", name=name, role="client")["token"] for name in ("crowd", "other"))
+
+    def log_in(stack):
+        wire = stack.enter_context(Wire(port))
+        return wire, wire.ask(Command.AUTHENTICATE, commands.encode_json(token=crowd, app="test"))
+
     with ExitStack() as stack:
-        wires = [stack.enter_context(Wire(cluster.broker("g1", "master").serve_port)) for _ in range(OF_A_TOKEN + 1)]
-        answers = [wire.ask(Command.AUTHENTICATE, commands.encode_json(token=token, app="test")) for wire in wires]
+        wires, answers = zip(*(log_in(stack) for _ in range(OF_A_TOKEN + 1)), strict=True)
         assert [answer.code for answer in answers] == [0] * OF_A_TOKEN + [ErrorCode.OVERLOADED]
+        refusal = b"token 'crowd' has 5 connections to g1, and may have no more (token_connections_max)"
+        assert refusal in bytes(answers[-1].body) and wires[-1].is_closed()
+        for token in (other, cluster.token):
+            stack.enter_context(Wire(port, token=token))
+        wires[0].socket.close()
+
+        def is_accepted():
+            with ExitStack() as tried:
+                answer = log_in(tried)[1]
+                return answer is not None and answer.code == 0
+
+        until(is_accepted, "a connection that ended makes room")
 
 
 def too_many_bytes(cluster):
@@ -184,17 +163,6 @@ def too_large_a_packet(cluster):
         assert codes(wire, bytes(129 * KIB)) == [ErrorCode.MESSAGE_TOO_LARGE] and wire.is_closed()
 
 
-def test_oversized_message_is_reported_and_counted(cluster):
-    master = cluster.broker("g1", "master")
-    with client_of(cluster, "larger") as wire:
-        answer = wire.ask(Command.PRODUCE, produce_body("s", {"x": "x" * 31_000, "y": "y" * 31_000}))
-        ((_, reason),) = commands.decode_produced(answer.body).refused
-        assert reason.endswith("bytes are more than 32768 (message_bytes_max)")
-    refused = 'qmq_broker_refused_messages_total{broker_group="g1"}'
-    until(lambda: metrics(cluster, master)[refused] > 0, "the refusal is counted")
-    assert "(message_bytes_max)" in log_of(cluster, master.hostname)
-
-
 REACHES = {
     "connections_max": too_many_connections,
     "token_connections_max": too_many_of_a_token,
@@ -206,16 +174,16 @@ REACHES = {
 
 @pytest.mark.parametrize(("setting", "reach"), REACHES.items())
 def test_reached_bound_is_in_metrics_log_and_doctor(cluster, setting, reach):
-    send_all(cluster, "s", 1)
+    cluster.send_all("s", 1)
     reach(cluster)
     master = cluster.broker("g1", "master")
 
     def page():
-        return "".join(f"{name} {value}\n" for name, value in metrics(cluster, master).items())
+        return "".join(f"{name} {value}\n" for name, value in cluster.metrics(master).items())
 
     until(lambda: reached(cluster, setting) > 0, "the bound is counted")
     assert any(setting in finding.found for finding in judge_limits("g1", page()))
-    lines = log_of(cluster, master.hostname).splitlines()
+    lines = cluster.log_of(master.hostname).splitlines()
     assert 1 <= sum(f"limit reached setting={setting} " in line for line in lines) <= 3, "each cause once"
 
 
@@ -231,24 +199,18 @@ def test_client_with_a_wrong_clock_is_listed(cluster, ahead_ms, how):
         wall_ms = time.time_ns() // 1_000_000 + ahead_ms
         body = commands.encode_json(token=cluster.token, app="off", wall_ms=wall_ms)
         assert wire.ask(Command.AUTHENTICATE, body).code == 0
-        page = metrics(cluster, master)
+        page = cluster.metrics(master)
         assert page[OFF] == 1
         named = {name.split("{")[0]: value for name, value in page.items()}
         (finding,) = [found for found in judge_broker("g1", "MASTER", named) if found.step == "clocks"]
         assert "1 client" in finding.found
-        (line,) = [line for line in log_of(cluster, master.hostname).splitlines() if how in line]
+        (line,) = [line for line in cluster.log_of(master.hostname).splitlines() if how in line]
         assert "app=off" in line
-    until(lambda: metrics(cluster, master)[OFF] == 0, "the connection is forgotten")
+    until(lambda: cluster.metrics(master)[OFF] == 0, "the connection is forgotten")
 
 
 def test_clients_send_their_clock(cluster):
     with qmq.blocking.Producer(metaserver=cluster.metaserver, app="right", token=cluster.token) as producer:
         assert producer.send(qmq.Message("s", {})).is_stored
-        page = get_connections(cluster)
-        ahead_ms = [entry["clock_ahead_ms"] for entry in page if entry["app"] == "right"]
+        ahead_ms = [entry["clock_ahead_ms"] for entry in cluster.connections() if entry["app"] == "right"]
     assert ahead_ms and all(ms is not None and abs(ms) < 10_000 for ms in ahead_ms)
-
-
-def get_connections(cluster):
-    url = f"http://127.0.0.1:{cluster.broker('g1', 'master').metrics_port}/connections"
-    return httpx.get(url, headers={"X-Api-Token": cluster.token}, trust_env=False, timeout=60).json()

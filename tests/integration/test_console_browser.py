@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from anyio.from_thread import start_blocking_portal
 
 from qmq.client.batch import Outcome, Receipt
 from qmq.errors import NotServed
@@ -34,12 +36,25 @@ ADDRESSES = [
 ]
 
 
-@pytest.mark.parametrize("state", ["data", "empty", "database away"])
-def test_pages_work_with_keyboard_and_screen_reader(tmp_path, state):
-    asyncio.run(_with_browser(tmp_path, state, _look_at_every_page))
+@pytest.fixture
+def state():
+    """State of the console's world."""
+    return "data"
 
 
-async def _with_browser(tmp_path, state, look):
+@pytest.fixture
+def console(tmp_path, state):
+    """A browser, the address of a console, and its world, which is served by a thread."""
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(_served(tmp_path, state)) as (address, world),
+        Chromium(tmp_path / "profile") as browser,
+    ):
+        yield browser, address, world
+
+
+@asynccontextmanager
+async def _served(tmp_path, state):
     world = ConsoleWorld(tmp_path / "metaserver.db")
     await world.open()
     if state != "empty":
@@ -50,8 +65,7 @@ async def _with_browser(tmp_path, state, look):
     listener = listen("127.0.0.1", 0)
     serving = asyncio.create_task(HttpPort(world.app, listener).run())
     try:
-        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        await asyncio.to_thread(look, address, world, tmp_path / "profile", state)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", world
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
@@ -72,45 +86,42 @@ def _log_in(browser, address, world, role="operator"):
     assert f"{role} · {role}" in browser.follow()
 
 
-def _look_at_every_page(address, world, profile, state):
-    with Chromium(profile) as browser:
-        _log_in(browser, address, world)
-        found = []
-        for path in ADDRESSES:
-            text = browser.open(address + path)
-            assert ("connection refused" in text) == (state == "database away"), (path, text)
-            found += [f"{path}: {finding}" for finding in browser.axe() + browser.complaints()]
-            wanted, had, unseen = browser.tab_walk()
-            assert had == wanted, (path, had, wanted)
-            found += [f"{path}: focus is not seen on {element}" for element in unseen]
-        browser.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
-        browser.command("Emulation.setDeviceMetricsOverride", width=400, height=900, deviceScaleFactor=1, mobile=False)
-        for path in ADDRESSES if state == "data" else ():
-            browser.open(address + path)
-            if (wide := browser.run("document.documentElement.scrollWidth")) > 400:  # a wide table moves by itself
-                found.append(f"{path}: {wide} wide on a telephone")
-            found += [f"{path}, dark: {finding}" for finding in browser.axe(only=("color-contrast",))]
-        assert not found, "\n".join(found)
+@pytest.mark.parametrize("state", ["data", "empty", "database away"])
+def test_pages_work_with_keyboard_and_screen_reader(console, state):
+    browser, address, world = console
+    _log_in(browser, address, world)
+    found = []
+    for path in ADDRESSES:
+        text = browser.open(address + path)
+        assert ("connection refused" in text) == (state == "database away"), (path, text)
+        found += [f"{path}: {finding}" for finding in browser.axe() + browser.complaints()]
+        wanted, had, unseen = browser.tab_walk()
+        assert had == wanted, (path, had, wanted)
+        found += [f"{path}: focus is not seen on {element}" for element in unseen]
+    browser.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    browser.command("Emulation.setDeviceMetricsOverride", width=400, height=900, deviceScaleFactor=1, mobile=False)
+    for path in ADDRESSES if state == "data" else ():
+        browser.open(address + path)
+        if (wide := browser.run("document.documentElement.scrollWidth")) > 400:  # a wide table moves by itself
+            found.append(f"{path}: {wide} wide on a telephone")
+        found += [f"{path}, dark: {finding}" for finding in browser.axe(only=("color-contrast",))]
+    assert not found, "\n".join(found)
 
 
-def test_change_is_made_with_the_keyboard(tmp_path):
-    asyncio.run(_with_browser(tmp_path, "data", _change_with_the_keyboard))
-
-
-def _change_with_the_keyboard(address, world, profile, state):
-    with Chromium(profile) as browser:
-        _log_in(browser, address, world)
-        browser.open(f"{address}/console/group?name=g1")
-        _tab_to(browser, "DrainGroup…")
-        assert "DrainGroup" in browser.follow()
-        _tab_to(browser, "Show the plan")
-        text = browser.follow()
-        assert "Reaches 2 subjects, 1 group" in text and "Do it" in text
-        assert not world.registry.directory.groups["g1"].draining
-        _tab_to(browser, "Do it")
-        assert "Done." in browser.follow()
-        assert world.registry.directory.groups["g1"].draining
-        assert "operator 127.0.0.1 DrainGroup brokerGroup=g1" in browser.open(f"{address}/console/trail")
+def test_change_is_made_with_the_keyboard(console):
+    browser, address, world = console
+    _log_in(browser, address, world)
+    browser.open(f"{address}/console/group?name=g1")
+    _tab_to(browser, "DrainGroup…")
+    assert "DrainGroup" in browser.follow()
+    _tab_to(browser, "Show the plan")
+    text = browser.follow()
+    assert "Reaches 2 subjects, 1 group" in text and "Do it" in text
+    assert not world.registry.directory.groups["g1"].draining
+    _tab_to(browser, "Do it")
+    assert "Done." in browser.follow()
+    assert world.registry.directory.groups["g1"].draining
+    assert "operator 127.0.0.1 DrainGroup brokerGroup=g1" in browser.open(f"{address}/console/trail")
 
 
 def _tab_to(browser, text):
@@ -121,29 +132,23 @@ def _tab_to(browser, text):
     raise AssertionError(f"Tab does not lead to {text}")
 
 
-def test_pages_refresh_until_paused(tmp_path):
-    asyncio.run(_with_browser(tmp_path, "data", _watch_it_renew))
-
-
-def _watch_it_renew(address, world, profile, state):
-    with Chromium(profile) as browser:
-        _log_in(browser, address, world)
-        browser.command(
-            "Page.addScriptToEvaluateOnNewDocument", source="window.setInterval = f => { window.renew = f; };"
-        )
-        assert "messages in" in browser.open(f"{address}/console/group?name=g1")
-        world.brokers.samples["g1"] = world.brokers.samples["g1"][:1]
-        browser.run("window.renew()")
-        assert "Its master has just begun" in browser.text() and not browser.complaints()
-        _tab_to(browser, "Pause")
-        browser.press("Enter", text="\r")
-        world.brokers.samples["g1"] = []
-        world.brokers.silent = {"g1"}
-        browser.run("window.renew()")
-        assert "No rates" not in browser.text()
-        browser.press("Enter", text="\r")
-        browser.run("window.renew()")
-        assert "No rates" in browser.text()
+def test_pages_refresh_until_paused(console):
+    browser, address, world = console
+    _log_in(browser, address, world)
+    browser.command("Page.addScriptToEvaluateOnNewDocument", source="window.setInterval = f => { window.renew = f; };")
+    assert "messages in" in browser.open(f"{address}/console/group?name=g1")
+    world.brokers.samples["g1"] = world.brokers.samples["g1"][:1]
+    browser.run("window.renew()")
+    assert "Its master has just begun" in browser.text() and not browser.complaints()
+    _tab_to(browser, "Pause")
+    browser.press("Enter", text="\r")
+    world.brokers.samples["g1"] = []
+    world.brokers.silent = {"g1"}
+    browser.run("window.renew()")
+    assert "No rates" not in browser.text()
+    browser.press("Enter", text="\r")
+    browser.run("window.renew()")
+    assert "No rates" in browser.text()
 
 
 ARRIVAL = """new Promise(found => {
@@ -152,11 +157,8 @@ ARRIVAL = """new Promise(found => {
     new MutationObserver(look).observe(list, {childList: true}); look(); })"""
 
 
-def test_live_tail_follows_and_a_message_is_produced(tmp_path):
-    asyncio.run(_with_browser(tmp_path, "data", _follow_the_tail))
-
-
-def _follow_the_tail(address, world, profile, state):
+def test_live_tail_follows_and_a_message_is_produced(console):
+    browser, address, world = console
     sent = []
 
     async def send(message):
@@ -166,27 +168,23 @@ def _follow_the_tail(address, world, profile, state):
     world.actions.run = type(world.actions).run.__get__(world.actions)
     world.actions._desk = replace(world.desk, send=send)
     world.brokers.stored = [_stored(1, "{}")]
-    with Chromium(profile) as browser:
-        _log_in(browser, address, world)
-        assert "m-1" in browser.open(f"{address}/console/messages?subject=order.changed&live=yes")
-        world.brokers.stored = [_stored(2, '{"lines": [{"sku": "A-1"}], "html": "<b>bold</b>"}')]
-        browser.run(ARRIVAL)
-        text = browser.text()
-        assert text.index("m-2") < text.index("m-1") and "lines: 1 item" in text and "<b>bold</b>" in text
-        assert browser.axe() + browser.complaints() == []
-        assert "Produce" in browser.click("Produce…")
-        browser.fill("properties", '{"orderNo": "4711"}')
-        browser.fill("body", '{"price": 5}')
-        assert "Reaches 1 subject" in browser.click("Show the plan") and not sent
-        assert "Done." in browser.click("Do it") and dict(sent[0].properties) == {"orderNo": "4711"}
-        assert (sent[0].body, sent[0].content_type) == (b'{"price": 5}', "application/json")
+    _log_in(browser, address, world)
+    assert "m-1" in browser.open(f"{address}/console/messages?subject=order.changed&live=yes")
+    world.brokers.stored = [_stored(2, '{"lines": [{"sku": "A-1"}], "html": "<b>bold</b>"}')]
+    browser.run(ARRIVAL)
+    text = browser.text()
+    assert text.index("m-2") < text.index("m-1") and "lines: 1 item" in text and "<b>bold</b>" in text
+    assert browser.axe() + browser.complaints() == []
+    assert "Produce" in browser.click("Produce…")
+    browser.fill("properties", '{"orderNo": "4711"}')
+    browser.fill("body", '{"price": 5}')
+    assert "Reaches 1 subject" in browser.click("Show the plan") and not sent
+    assert "Done." in browser.click("Do it") and dict(sent[0].properties) == {"orderNo": "4711"}
+    assert (sent[0].body, sent[0].content_type) == (b'{"price": 5}', "application/json")
 
 
-def test_hostile_bodies_are_drawn_as_text(tmp_path):
-    asyncio.run(_with_browser(tmp_path, "data", _look_at_hostile_bodies))
-
-
-def _look_at_hostile_bodies(address, world, profile, state):
+def test_hostile_bodies_are_drawn_as_text(console):
+    browser, address, world = console
     attack = "<img src=x onerror='window.hit=1'><script>window.hit=1</script>\u202e\x1b[2J"
     bodies = [
         json.dumps({attack: attack, "id": 12345678901234567890, "price": 1e-7, "deep": [[[attack]]]}),
@@ -200,15 +198,14 @@ def _look_at_hostile_bodies(address, world, profile, state):
         row = answer.messages.add(sequence=sequence, id=attack, stored_ms=sequence + 1, properties=[kind])
         row.body, row.body_bytes = body.encode(), len(body.encode())
     world.brokers.stored = [answer]
-    with Chromium(profile) as browser:
-        _log_in(browser, address, world)
-        browser.open(f"{address}/console/messages?subject=order.changed")
-        browser.run("document.querySelectorAll('details').forEach(part => { part.open = true; })")
-        text = browser.text()
-        assert "id: 12345678901234567890" in text and "price: 1e-7" in text and "98765432109876543210" in text
-        assert not set("\u202e\x1b") & set(browser.run("document.body.textContent")) and "\\u202e" in text
-        assert browser.run("window.hit") is None and browser.run("document.querySelectorAll('main img').length") == 0
-        assert browser.axe() + browser.complaints() == []
+    _log_in(browser, address, world)
+    browser.open(f"{address}/console/messages?subject=order.changed")
+    browser.run("document.querySelectorAll('details').forEach(part => { part.open = true; })")
+    text = browser.text()
+    assert "id: 12345678901234567890" in text and "price: 1e-7" in text and "98765432109876543210" in text
+    assert not set("\u202e\x1b") & set(browser.run("document.body.textContent")) and "\\u202e" in text
+    assert browser.run("window.hit") is None and browser.run("document.querySelectorAll('main img').length") == 0
+    assert browser.axe() + browser.complaints() == []
 
 
 def _stored(sequence, body):
@@ -217,26 +214,22 @@ def _stored(sequence, body):
     return pb.BrowseAnswer(messages=[message])
 
 
-def test_definitions_are_imported_in_a_browser(tmp_path):
-    asyncio.run(_with_browser(tmp_path, "data", _import_definitions))
-
-
-def _import_definitions(address, world, profile, state):
-    with Chromium(profile) as browser:
-        _log_in(browser, address, world, role="admin")
-        text = browser.open(f"{address}/console/definitions")
-        assert "Routes 2" in text
-        document = browser.run("fetch('/console/definitions.json').then(answer => answer.json())")
-        document["subjects"] = [{"name": "pay", "tag": "fast"}]
-        browser.click("ImportDefinitions…")
-        browser.fill("definitions", json.dumps(document))
-        text = browser.click("Show the plan")
-        assert "Reaches 1 subject" in text and "fast" in text
-        assert "Done." in browser.click("Do it") and browser.complaints() == []
-        assert world.registry.directory.subjects["pay"].tag == "fast"
-        for path in ("/console/tokens", "/console/definitions"):
-            browser.open(address + path)
-            assert browser.axe() + browser.complaints() == []
+def test_definitions_are_imported_in_a_browser(console):
+    browser, address, world = console
+    _log_in(browser, address, world, role="admin")
+    text = browser.open(f"{address}/console/definitions")
+    assert "Routes 2" in text
+    document = browser.run("fetch('/console/definitions.json').then(answer => answer.json())")
+    document["subjects"] = [{"name": "pay", "tag": "fast"}]
+    browser.click("ImportDefinitions…")
+    browser.fill("definitions", json.dumps(document))
+    text = browser.click("Show the plan")
+    assert "Reaches 1 subject" in text and "fast" in text
+    assert "Done." in browser.click("Do it") and browser.complaints() == []
+    assert world.registry.directory.subjects["pay"].tag == "fast"
+    for path in ("/console/tokens", "/console/definitions"):
+        browser.open(address + path)
+        assert browser.axe() + browser.complaints() == []
 
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])

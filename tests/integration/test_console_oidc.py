@@ -6,12 +6,10 @@ import asyncio
 import signal
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from contextlib import asynccontextmanager
 from urllib.parse import parse_qs, urlsplit
 
+import httpx
 import pytest
 
 from qmq.errors import AccessError, NotServed
@@ -25,8 +23,10 @@ from qmq.metaserver.settings import MetaserverSettings
 from qmq.rights import TokenRole
 from qmq.settings import InvalidSettings
 from tests.support.chromium import Chromium
+from tests.support.http import is_served
 from tests.support.openid_provider import CLIENT, SECRET
 from tests.support.ports import free_ports
+from tests.support.waiting import until
 from tests.unit.metaserver.console_world import ConsoleWorld, text_of
 
 ROLES = ((TokenRole.ADMIN, "qmq-admins"), (TokenRole.OPERATOR, "on-call"), (TokenRole.VIEWER, "lookers"))
@@ -38,22 +38,12 @@ def issuer():
     [port] = free_ports(1)
     process = subprocess.Popen([sys.executable, "-m", "tests.support.openid_provider", str(port)])
     try:
-        ends = time.monotonic() + 60
-        while not _answers(f"http://127.0.0.1:{port}/keys"):
-            assert process.poll() is None and time.monotonic() < ends
-            time.sleep(0.05)
+        until(lambda: process.poll() is not None or is_served(f"http://127.0.0.1:{port}/keys"), "the provider answers")
+        assert process.poll() is None
         yield f"http://127.0.0.1:{port}"
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(30)
-
-
-def _answers(address):
-    try:
-        with urllib.request.urlopen(address, timeout=5):
-            return True
-    except urllib.error.URLError:
-        return False
 
 
 def wanted(issuer, **more):
@@ -84,16 +74,7 @@ async def to_provider(console, next="/console/trail"):
 
 def sent_back(address, who):
     """Log in at the provider as `who`; return the address of its redirect."""
-
-    class Stay(urllib.request.HTTPRedirectHandler):
-        def redirect_request(self, *_):
-            return None
-
-    try:
-        urllib.request.build_opener(Stay).open(f"{address}&as={who}", timeout=10)
-    except urllib.error.HTTPError as answer:
-        return answer.headers["location"]
-    raise AssertionError("the provider sends the browser back")
+    return httpx.get(f"{address}&as={who}", timeout=10).headers["location"]
 
 
 async def log_in(console, who, **words):

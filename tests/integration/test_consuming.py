@@ -1,4 +1,4 @@
-"""Shell. Consumers against a real cluster: dead letters, and processes that SIGTERM ends."""
+"""Shell. Consumers against a real cluster, as processes that SIGTERM ends."""
 
 from __future__ import annotations
 
@@ -12,25 +12,20 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from threading import Timer
 
-import pytest
-
 import qmq
-from tests.integration.cluster_world import consumer, producer, running
+from tests.integration.cluster_world import shared_cluster
 from tests.support.waiting import until_async
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 90.0
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("cluster"), groups=("g1", "g2"), lease_ms=5000) as cluster:
-        yield cluster
+cluster = shared_cluster(groups=("g1", "g2"), lease_ms=5000)
 
 
 async def send(cluster, subject, count, **options):
     """Store messages; `options` maps an argument of Message to a function of its number."""
-    async with producer(cluster) as sender:
+    async with cluster.producer() as sender:
         receipts = await sender.send_many(
             qmq.Message(subject, {"n": str(n)}, id=f"m-{n}", **{name: of(n) for name, of in options.items()})
             for n in range(count)
@@ -46,42 +41,6 @@ async def listening(client):
     finally:
         client.stop()
         await task
-
-
-async def read_dead_letters(cluster, subject, group, count):
-    messages = []
-    async with consumer(cluster).pull(f"%DEAD_RETRY%{subject}%{group}", group="reader", start="earliest") as puller:
-        async with asyncio.timeout(WAIT_S):
-            while len(messages) < count:
-                messages += await puller.pull(100, timeout=1.0)
-        await puller.ack(messages)
-    return messages
-
-
-async def test_dead_letter_has_its_history(cluster):
-    await send(cluster, "dead", 4, tags=lambda n: ["pay"], retries_max=lambda n: 2 if n == 3 else None)
-    client, times = consumer(cluster), Counter()
-
-    @client.listen("dead", group="g", start="earliest", retries_max=4, retry_delay=0.05)
-    async def handle(message):
-        times[message["n"]] += 1
-        if message["n"] == "1":
-            raise qmq.DeadLetter("no such order")
-        if message["n"] in "23":
-            raise ValueError("never")
-
-    async with listening(client):
-        await until_async(lambda: times == {"0": 1, "1": 1, "2": 4, "3": 2})
-        dead = {message["n"]: message for message in await read_dead_letters(cluster, "dead", "g", 3)}
-    assert times == {"0": 1, "1": 1, "2": 4, "3": 2}
-    assert {n: (message["qmq_times"], message["qmq_deadReason"]) for n, message in dead.items()} == {
-        "1": ("1", "no such order"),
-        "2": ("4", "delivered 4 times; ValueError('never')"),
-        "3": ("2", "delivered 2 times; ValueError('never')"),
-    }
-    for n, message in dead.items():
-        assert (message.id, message.tags, message.broker_group in ("g1", "g2")) == (f"m-{n}", {"pay"}, True)
-        assert int(message["qmq_deadSequence"]) >= 0
 
 
 @contextmanager
@@ -139,7 +98,7 @@ def test_rolling_restarts_lose_and_repeat_nothing(cluster):
             assert process.wait(WAIT_S) == 0
 
     async def rest():
-        client, ended = consumer(cluster), []
+        client, ended = cluster.consumer(), []
 
         @client.listen("drain", group="g")
         async def handle(message):

@@ -7,11 +7,9 @@ import sys
 from itertools import count
 from pathlib import Path
 
-import pytest
-
 from qmq.codec import decode_envelope, split_batch
 from qmq.subjects import dead_letter_subject
-from tests.integration.cluster_world import Wire, pull, running, send_all, subscribe, until
+from tests.integration.cluster_world import Wire, pull, shared_cluster, subscribe, until
 from tests.integration.poisoned_process import LIMIT
 
 ROOT = Path(__file__).parents[2]
@@ -19,14 +17,11 @@ COUNT = 1_000
 LOOKS = count()
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("cluster"), lease_ms=5_000) as cluster:
-        yield cluster
+cluster = shared_cluster(lease_ms=5_000)
 
 
 def test_poison_message_becomes_a_single_dead_letter(cluster, tmp_path):
-    send_all(cluster, "poisoned", COUNT, name="p")
+    cluster.send_all("poisoned", COUNT, name="p")
     poison, ended = "p-500", 0
     command = [sys.executable, "-m", "tests.integration.poisoned_process", cluster.metaserver, cluster.token]
     out = tmp_path / "handled"

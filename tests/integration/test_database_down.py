@@ -44,8 +44,7 @@ def database_is_up(url):
 
 
 def all_know(world, *, up):
-    for service in world.metaservers:
-        until(lambda url=service.url: database_is_up(url) is up, f"{service.name} knows that the database is up: {up}")
+    world.wait_all(lambda url: database_is_up(url) is up, f"it knows that the database is up: {up}")
 
 
 def routes(url, *subjects):
@@ -76,11 +75,9 @@ def test_weakness_15_16_17_metaserver_works_without_the_database(world, mariadb,
     database error. Weakness 17: subjects with too few groups depend on the database at each poll.
     """
     manage(world.url, TOKEN, "MarkReadonlyBrokerGroup", brokerGroup="g1", subject=SUBJECT)
-    for service in world.metaservers:
-        until(lambda url=service.url: not offers(url, SUBJECT), "the mark is known")
+    world.wait_all(lambda url: not offers(url, SUBJECT), "the mark is known")
     manage(world.url, TOKEN, "UnMarkReadonlyBrokerGroup", brokerGroup="g1", subject=SUBJECT)
-    for service in world.metaservers:
-        until(lambda url=service.url: offers(url, SUBJECT), "it is known that the mark is gone")
+    world.wait_all(lambda url: offers(url, SUBJECT), "it is known that the mark is gone")
     for _ in (sending := Tries(2.0, "each message is stored")):
         with Observers(world) as observers:
             until(lambda: observers.sent > 20, "the observers are at work")
@@ -137,14 +134,12 @@ def test_broker_lost_during_the_outage_stays_down(world, mariadb):
     with stopped(mariadb):
         all_know(world, up=False)
         end(world.brokers[1], signal.SIGKILL)
-        for service in world.metaservers:
-            until(lambda url=service.url: not world.up(url)["b1"], f"{service.name} knows")
+        world.wait_all(lambda url: not world.up(url)["b1"], "knows")
     all_know(world, up=True)
     for service in world.metaservers:
         assert not world.up(service.url)["b1"]
     world.brokers[1].start()
-    for service in world.metaservers:
-        until(lambda url=service.url: world.writable(url), f"g1 is writable at {service.name}")
+    world.wait_writable()
 
 
 def test_broker_restarts_while_the_database_is_away(world, mariadb):
@@ -168,8 +163,7 @@ def is_snapshot_of_all_so_far(world):
             lambda before=before: snapshot.exists() and snapshot.stat().st_mtime_ns > before,
             f"there is a new snapshot after {action}",
         )
-    for service in world.metaservers:
-        until(lambda url=service.url: offers(url, SUBJECT), "it is known that the mark is gone")
+    world.wait_all(lambda url: offers(url, SUBJECT), "it is known that the mark is gone")
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])

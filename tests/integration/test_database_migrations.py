@@ -185,8 +185,7 @@ def commands(url, folder):
     return map(command, rows[parsed.get_backend_name()])
 
 
-def test_every_name_is_compared_byte_by_byte(database_url):
-    engine = open_database(database_url)
+def test_every_name_is_compared_byte_by_byte(engine):
     if engine.dialect.name in ("mysql", "mariadb"):
         with engine.connect() as connection:
             others = "collation_name <> 'utf8mb4_bin' AND table_name <> 'alembic_version'"
@@ -204,7 +203,6 @@ def test_every_name_is_compared_byte_by_byte(database_url):
             connection.execute(meta_version.insert().values(name=name, version=number))
         names = select(meta_version.c.version).where(meta_version.c.name == "foo")
         assert connection.execute(names).scalars().all() == [1]
-    engine.dispose()
 
 
 @pytest.mark.parametrize(
@@ -337,10 +335,8 @@ def test_sqlite_waits_longer_for_a_migration(tmp_path, monkeypatch):
     engine.dispose()
 
 
-def test_route_column_holds_more_than_64_kib(database_url):
-    engine = open_database(database_url)
+def test_route_column_holds_more_than_64_kib(engine):
     with engine.begin() as connection:
         values = {"subject_info": "s", "version": 1, "changed": 1, "create_time": 1, "update_time": 1}
         connection.execute(subject_route.insert().values(broker_group_json="x" * 100_000, **values))
         assert len(connection.execute(select(subject_route.c.broker_group_json)).scalar_one()) == 100_000
-    engine.dispose()

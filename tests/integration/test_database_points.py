@@ -7,7 +7,6 @@ import pytest
 from qmq.metaserver.model import Broker, Points
 from qmq.metaserver.roles import rules
 from qmq.metaserver.storage.changes import AcceptLoss, RemoveGroup, RestoreAll, SetRoles
-from qmq.metaserver.storage.engine import open_database
 from qmq.metaserver.storage.repository import Repository
 from qmq.replication.identity import Point
 from qmq.types import Epoch, Role
@@ -18,10 +17,8 @@ OLDER = [Point(Epoch(3, 2), 100, 7), Point(Epoch(3, 1), 1 << 50, 7), Point(Epoch
 
 
 @pytest.fixture
-def repository(database_url):
-    engine = open_database(database_url)
-    yield Repository(engine)
-    engine.dispose()
+def repository(engine):
+    return Repository(engine)
 
 
 MASTER = Broker("g1", Role.MASTER, "a", "10.0.0.1", 1, 2)

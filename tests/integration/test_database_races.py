@@ -34,13 +34,10 @@ WAIT_S = 60
 
 
 @pytest.fixture
-def engine(database_url):
-    engine = open_database(database_url)
-    repository = Repository(engine)
+def engine(engine):
     for group in ("g1", "g2"):
-        add_group(repository, group)
-    yield engine
-    engine.dispose()
+        add_group(Repository(engine), group)
+    return engine
 
 
 @pytest.fixture

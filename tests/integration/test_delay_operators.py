@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
-import urllib.request
 
 import pytest
 
 import qmq
 from qmq.errors import OperatorError
-from tests.integration.cluster_world import WAIT_S, running, until
+from tests.integration.cluster_world import shared_cluster, until
+from tests.integration.tools_world import DONE
 
 SUBJECT = "order.unpaid"
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("delays"), delay_groups=("d1",)) as cluster:
-        yield cluster
+cluster = shared_cluster(delay_groups=("d1",))
 
 
 def send(cluster, count, *, delay, key=None, subject=SUBJECT):
@@ -70,20 +64,11 @@ def test_late_cancel_reports_the_message_as_sent(cluster):
     until(is_sent, "the delay server says so")
 
 
-def tool(cluster, command, *options):
-    environment = {**os.environ, "QMQ_TOKEN": cluster.token, "COLUMNS": "200"}
-    address = cluster.metaserver.removeprefix("http://")
-    words = [sys.executable, "-m", "qmq.tools", command, f"--metaserver={address}", *options]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=2 * WAIT_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_mark_of_the_only_delay_group_warns(cluster):
-    output = tool(cluster, "MarkReadonly", "--brokerGroup=d1", "--wait=5", "--yes")
-    assert "no other group of delay servers" in output
+    marked = cluster.tool("MarkReadonly", "--wait=5", "--yes", brokerGroup="d1")
+    assert marked.returncode == DONE and "no other group of delay servers" in marked.stdout + marked.stderr
     until(lambda: not cluster.writable("d1"), "the delay master knows")
-    tool(cluster, "UnMarkReadonly", "--brokerGroup=d1", "--yes")
+    assert cluster.tool("UnMarkReadonly", "--yes", brokerGroup="d1").returncode == DONE
     until(lambda: cluster.writable("d1"), "the mark is gone")
     send(cluster, 1, delay=3600, subject="after.the.mark")
 
@@ -105,12 +90,8 @@ def _sent(found):
 
 
 def metrics(cluster):
-    port = cluster.describe()["delay_groups"]["d1"]["master"]["metrics_port"]
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"X-Api-Token": cluster.token})
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=WAIT_S) as answer:
-        lines = answer.read().decode().splitlines()
-    pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
-    return {name.partition("{")[0]: float(value) for name, value in pairs}
+    found = cluster.metrics(cluster.broker("d1", "master"))
+    return {name.partition("{")[0]: value for name, value in found.items()}
 
 
 def test_swap_keeps_pending_messages(cluster):

@@ -1,4 +1,4 @@
-"""Shell. Delayed messages through a real cluster: the example of docs/delay.md, and a killed delay master."""
+"""Shell. Delayed messages through a real cluster: the example of docs/delay.md; killed and swapped delay masters."""
 
 from __future__ import annotations
 
@@ -8,24 +8,14 @@ import sys
 import time
 from datetime import UTC, datetime, timedelta
 
-import pytest
-
 import qmq
 import qmq.blocking
 from qmq import DelayOutcome, Message
 from qmq.deploy.processes import ROOT
-from tests.integration.cluster_world import running
+from tests.chaos.delay_trial import run_trial
+from tests.integration.cluster_world import shared_cluster
 
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("run"), delay_groups=("d1",), lease_ms=60_000) as cluster:
-        cluster.wait_writable("g1", "d1")
-        yield cluster
-
-
-def client(cluster):
-    return {"metaserver": cluster.metaserver, "token": cluster.token, "app": "test"}
+cluster = shared_cluster(delay_groups=("d1",), lease_ms=60_000)
 
 
 def now_ms():
@@ -42,8 +32,8 @@ def test_example_cancels_the_unpaid_order(cluster):
 
 
 async def test_delayed_messages_arrive_despite_a_killed_master(cluster):
-    consumer = qmq.Consumer(**client(cluster))
-    async with qmq.Producer(**client(cluster)) as producer:
+    consumer = qmq.Consumer(**cluster.client)
+    async with qmq.Producer(**cluster.client) as producer:
         due = datetime.now(UTC) + timedelta(seconds=25)  # a busy machine restarts the master slowly
         messages = [Message("kill.late", {"n": str(n)}) for n in range(500)]
         receipts = await producer.send_many(messages, at=due)
@@ -63,3 +53,10 @@ async def test_delayed_messages_arrive_despite_a_killed_master(cluster):
         due_ms = receipts[1].due_ms
         assert got == {str(n): due_ms for n in range(1, 500)} | {"moved": due_ms}
         assert await producer.cancel(receipts[7]) is DelayOutcome.SENT
+
+
+def test_delayed_messages_arrive_once_despite_kills_and_swaps(tmp_path):
+    """`make delay-ledger` runs 100,000 messages, twenty kills and five swaps."""
+    ledgers = run_trial(tmp_path, messages=3_000, kills=4, swaps=1, spread_s=10.0, say=lambda line: None)
+    assert len(ledgers.stored) == 3_000 and (ledgers.kills, ledgers.swaps) == (4, 1)
+    assert (ledgers.lost, ledgers.doubled, ledgers.early, ledgers.unknown) == ([], [], [], [])

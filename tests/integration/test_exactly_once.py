@@ -16,7 +16,7 @@ from sqlalchemy import create_engine, text
 
 import qmq
 from qmq.idempotence.tables import ClaimsTable, HandledTable
-from tests.integration.cluster_world import WAIT_S, open_messages, producer, running
+from tests.integration.cluster_world import WAIT_S, shared_cluster
 from tests.support.redis import redis_server
 from tests.unit.idempotence.stores import async_url
 
@@ -29,10 +29,7 @@ PLAIN = 40
 """Messages that do not crash; some are in flight with those that do."""
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("cluster"), lease_ms=10_000) as cluster:
-        yield cluster
+cluster = shared_cluster(lease_ms=10_000)
 
 
 class Run:
@@ -69,7 +66,7 @@ class Run:
         ]
 
         async def send_all():
-            async with producer(self._cluster) as sender:
+            async with self._cluster.producer() as sender:
                 assert (await sender.send_many(messages)).all_stored
                 assert (await sender.send_many(messages[:5])).all_stored  # as after an unknown outcome
 
@@ -103,7 +100,7 @@ class Run:
             )
 
     def _left(self):
-        return open_messages(self._cluster, self._subject)
+        return self._cluster.open_messages(self._subject)
 
 
 def make_tables(url):

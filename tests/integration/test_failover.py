@@ -6,18 +6,8 @@ import asyncio
 import re
 from contextlib import asynccontextmanager
 
-import qmq
-from tests.integration.cluster_world import (
-    are_equal,
-    begin,
-    consume_all,
-    consumer,
-    end,
-    log_of,
-    producer,
-    running,
-    state,
-)
+from tests.integration.cluster_world import running
+from tests.integration.test_three_copies import send_until
 from tests.support.waiting import WAIT_S, until, until_async
 
 BACKLOG = 500
@@ -42,29 +32,20 @@ async def read_on(reader):
 async def kill_under_load(cluster, master, slave):
     """Send all the time; kill the master, consume, restart it; return the ids of stored messages."""
     stored, changes, is_over = [], [], asyncio.Event()
-    reader = consumer(cluster)
+    reader = cluster.consumer()
     reader.on_master_changed(changes.append)
 
-    async def send(sender, name):
-        at = 0
-        while not is_over.is_set():
-            at += 1
-            receipt = await sender.send(qmq.Message("s", {"n": str(at)}, id=f"{name}-{at}"))
-            assert receipt.is_stored
-            stored.append(receipt.message_id)
-
-    async with producer(cluster) as sender, read_on(reader) as read, asyncio.TaskGroup() as tasks:
-        for name in "abcd":
-            tasks.create_task(send(sender, name))
+    async with read_on(reader) as read, asyncio.TaskGroup() as tasks:
+        tasks.create_task(send_until(cluster, is_over, stored))
         await until_async(lambda: len(stored) >= BACKLOG, "a backlog")
         await read(1)
-        await asyncio.to_thread(end, cluster, master.hostname)
+        await asyncio.to_thread(cluster.end, master.hostname)
         await until_async(lambda: cluster.broker("g1", "master").hostname == slave.hostname, "the slave is the master")
         before = len(stored)
         await read(BACKLOG - 50)
         assert [(change.broker_group, change.term) for change in changes] == [("g1", 3)]
         assert len(stored) == before, "one copy alone acknowledges nothing"
-        await asyncio.to_thread(begin, cluster, master.hostname)
+        await asyncio.to_thread(cluster.begin, master.hostname)
         await until_async(lambda: len(stored) > before + 100, "with the old master as its slave, it goes on by itself")
         is_over.set()
     return stored
@@ -73,24 +54,24 @@ async def kill_under_load(cluster, master, slave):
 def test_slave_of_a_killed_master_loses_nothing(tmp_path):
     settings = {"slave_wait_ms": 60_000, "metaserver": {"failover": True}}
     with running(tmp_path / "cluster", delay_groups=("d1",), **settings) as cluster:
-        master, slave = cluster.broker("g1", "master"), cluster.broker("g1", "slave")
+        master, slave = cluster.pair()
         stored = asyncio.run(kill_under_load(cluster, master, slave))
         assert len(stored) == len(set(stored))
-        got = {id for _, id in consume_all(cluster, "s", "g", len(stored))}
+        got = {id for _, id in cluster.consume_all("s", "g", len(stored))}
         assert set(stored) <= got
-        until(lambda: are_equal(cluster), "equal copies")
+        cluster.wait_equal()
         (row,) = [row for row in cluster.manage("AuditTrail")["rows"] if row["action"] == "Failover"]
         before, after = row["before"], row["after"]
         (demoted,) = after["slaves"].values()
         assert [after["master"]["hostname"], demoted["hostname"]] == [slave.hostname, master.hostname]
-        assert state(cluster, slave).term == after["term"] == before["term"] + 1 and state(cluster, master).in_sync
+        assert cluster.state(slave).term == after["term"] == before["term"] + 1 and cluster.state(master).in_sync
         point = row["parameters"]["acknowledged"]  # metaservers get the first point a second after the first message
         assert not point or point[2] <= row["parameters"]["slaveEnd"]
         assert re.search(
-            rf"failover broker_group=g1 from={master.hostname}.*duration_ms=\d+", log_of(cluster, "metaserver")
+            rf"failover broker_group=g1 from={master.hostname}.*duration_ms=\d+", cluster.log_of("metaserver")
         )
 
         # The same for a delay group.
         master, slave = cluster.broker("d1", "master"), cluster.broker("d1", "slave")
-        end(cluster, master.hostname)
+        cluster.end(master.hostname)
         until(lambda: cluster.broker("d1", "master").hostname == slave.hostname, "its slave is the master")

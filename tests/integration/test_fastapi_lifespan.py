@@ -6,8 +6,6 @@ import asyncio
 import signal
 import subprocess
 import sys
-import time
-import urllib.request
 from contextlib import asynccontextmanager
 
 import httpx
@@ -15,9 +13,12 @@ import pytest
 from fastapi import Depends, FastAPI
 
 import qmq
+import qmq.blocking
 from qmq.fastapi import Clients
-from qmq.testing import BlockingBroker, Broker
+from qmq.testing import Broker
+from tests.support.http import is_served
 from tests.support.ports import free_ports
+from tests.support.waiting import until
 
 WAIT_S = 120.0
 DOES_NOT_RUN = "consumer same does not run: another connection uses consumer_id 'same'; give each consumer its own"
@@ -133,6 +134,7 @@ import asyncio, sys
 import uvicorn
 from fastapi import FastAPI
 import qmq
+import qmq.blocking
 from qmq.fastapi import Clients
 
 metaserver, port = sys.argv[1:]
@@ -153,22 +155,17 @@ uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning")
 """
 
 
-@pytest.fixture
-def broker():
-    with BlockingBroker() as broker:
-        yield broker
-
-
-def test_sigterm_finishes_the_handler_and_its_ack(broker):
-    [port] = free_ports(1)
-    send(broker, "order")
+def test_sigterm_finishes_the_handler_and_its_ack(qmq_blocking_broker):
+    [port], broker = free_ports(1), qmq_blocking_broker
+    with qmq.blocking.Producer(metaserver=broker.metaserver, app="test") as producer:
+        assert producer.send(qmq.Message("order", {"n": "1"})).is_stored
     command = [sys.executable, "-c", SERVER, broker.metaserver, str(port)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout.readline() == "began\n"
-            _until(lambda: _answers(port))
+            until(lambda: is_served(f"http://127.0.0.1:{port}/"), "it serves", WAIT_S)
             server.send_signal(signal.SIGTERM)
-            _until(lambda: not _answers(port))
+            until(lambda: not is_served(f"http://127.0.0.1:{port}/"), "it serves no more", WAIT_S)
             server.stdin.write("\n")
             server.stdin.flush()
             assert server.stdout.readline() == "ended\n"
@@ -176,26 +173,3 @@ def test_sigterm_finishes_the_handler_and_its_ack(broker):
             server.wait(WAIT_S)
         finally:
             server.kill()
-
-
-def send(broker, subject):
-    async def run():
-        async with qmq.Producer(metaserver=broker.metaserver, app="test") as producer:
-            assert (await producer.send(qmq.Message(subject, {"n": "1"}))).is_stored
-
-    asyncio.run(run())
-
-
-def _answers(port):
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        return opener.open(f"http://127.0.0.1:{port}/", timeout=60).status == 200
-    except OSError:
-        return False
-
-
-def _until(condition):
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

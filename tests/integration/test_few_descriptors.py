@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from qmq.control_plane import find_metaserver
-from tests.integration.cluster_world import are_equal, begin_as, data_of, end, log_of, running, send_all, until
+from tests.integration.cluster_world import running
 from tests.integration.process_with_few_descriptors import LIMIT
 
 METASERVER = "metaserver"
@@ -18,9 +18,9 @@ METASERVER = "metaserver"
 def cluster(tmp_path_factory):
     """A cluster with few descriptors for each process."""
     with running(tmp_path_factory.mktemp("few")) as cluster:
-        names = [METASERVER, *(broker.hostname for broker in cluster.plan.brokers)]
-        end(cluster, *names)
-        begin_as(cluster, "tests.integration.process_with_few_descriptors", *names)
+        names = [METASERVER, *cluster.hostnames]
+        cluster.end(*names)
+        cluster.begin_as("tests.integration.process_with_few_descriptors", *names)
         cluster.wait_writable()
         yield cluster
 
@@ -39,7 +39,7 @@ def crowd(stack, port):
 
 
 def test_no_file_of_a_process_is_readable_by_others(cluster):
-    folders = [data_of(cluster, broker) for broker in cluster.plan.brokers]
+    folders = [cluster.data(broker) for broker in cluster.plan.brokers]
     found = [path for folder in folders for path in folder.rglob("*")] + [*cluster.run_dir.glob("metaserver/*.db*")]
     assert len(found) > 10 and not [path for path in found if path.stat().st_mode & 0o027]
 
@@ -56,10 +56,10 @@ def test_crowds_on_each_port_end_no_process(cluster):
     with ExitStack() as stack:
         for port in (*ports, *(int(at.rpartition(":")[2]) for at in addresses(cluster))):
             crowd(stack, port)
-        send_all(cluster, "s", 1500, size=1000)  # begins new segments, so it opens files
+        cluster.send_all("s", 1500, size=1000)  # begins new segments, so it opens files
         cluster.manage("AddToken", name="beside", role="client")
-    until(lambda: are_equal(cluster), "equal copies")
+    cluster.wait_equal()
     assert [cluster.service(name).pid for name in names] == before
-    logs = [log_of(cluster, name).lower() for name in names]
+    logs = [cluster.log_of(name).lower() for name in names]
     assert not any("too many open files" in text or "descriptor is free" in text for text in logs)
     assert all("raise limitnofile" in text for text in logs), "each names the bound at its start"

@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 from collections import Counter
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -26,9 +25,12 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.integration import cluster_world
-from tests.integration.cluster_world import WAIT_S, begin, consume_all, end, running
-from tests.integration.installation_world import NGINX_MAIN
+from tests.integration.cluster_world import WAIT_S, shared_cluster
+from tests.integration.installation_world import start_nginx
+from tests.integration.watchdog_world import HttpProcess
 from tests.support.certificates import make_certificates
+from tests.support.effort import generated
+from tests.support.http import is_served
 from tests.support.ports import free_ports
 from tests.support.waiting import until
 
@@ -41,40 +43,18 @@ def authorization(token):
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
-class Gateway:
+class Gateway(HttpProcess):
     """Gateway process; its requests have the token of the cluster, unless another is given."""
 
-    def __init__(self, cluster, directory, **settings):
-        [self.port] = free_ports(1)
-        self.token = cluster.token
-        words = {"metaserver": cluster.metaserver, "http_port": self.port, "session_idle_s": 3600, **settings}
-        config = directory / f"gateway{self.port}.toml"
-        config.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in words.items()))
-        self.log = directory / f"gateway{self.port}.log"
-        self._file = self.log.open("ab")
-        command = [sys.executable, "-m", "qmq", "gateway", "--config", str(config)]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=self._file, stderr=self._file)
-        self.url = f"http://127.0.0.1:{self.port}"
+    program = ("qmq", "gateway")
+
+    def __init__(self, cluster, directory, name="gateway", **settings):
+        super().__init__(cluster, directory, name, **{"session_idle_s": 3600} | settings)
 
     def __enter__(self):
-        until(lambda: self.is_ready() or self.process.poll() is not None, "the gateway answers")
-        assert self.process.poll() is None, self.log.read_text()
+        super().__enter__()
+        until(lambda: is_served(f"{self.url}/ready"), "the gateway is ready")
         return self
-
-    def __exit__(self, *_):
-        if self.process.poll() is None:
-            self.process.terminate()
-        try:
-            self.process.wait(WAIT_S)
-        finally:
-            self.process.kill()
-            self._file.close()
-
-    def is_ready(self):
-        try:
-            return httpx.get(f"{self.url}/ready", trust_env=False, timeout=WAIT_S).status_code == 200
-        except httpx.TransportError:
-            return False
 
     def post(self, path, body=None, token=None, **headers):
         headers |= authorization(self.token if token is None else token)
@@ -98,10 +78,7 @@ class Gateway:
         return self.post(f"{subject}/groups/g/ack", {"handles": [message["handle"] for message in messages]})
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("cluster"), lease_ms=5000) as started:
-        yield started
+cluster = shared_cluster(lease_ms=5000)
 
 
 @pytest.fixture
@@ -144,21 +121,21 @@ def test_terminated_gateway_returns_messages_at_once(cluster, tmp_path):
         assert first.ack("ended", first.pull("ended", SENT)[:10]).status_code == 200
         first.process.send_signal(signal.SIGTERM)
         assert first.process.wait(WAIT_S) == 0, first.log.read_text()
-    left = consume_all(cluster, "ended", "g", SENT - 10)
+    left = cluster.consume_all("ended", "g", SENT - 10)
     assert Counter(id for _, id in left) == Counter(f"m-{number}" for number in range(10, SENT))
 
 
 def test_producer_gets_its_outcome_after_an_outage(cluster, gateway):
     key = {"Idempotency-Key": "the-key-of-one-order"}
     send(gateway, "outage", 1)
-    end(cluster, cluster.broker("g1", "slave").hostname)
+    cluster.end(cluster.broker("g1", "slave").hostname)
     answer = gateway.post("outage/messages", {"properties": {"n": "1"}}, **key)
     assert (answer.status_code, answer.json()["outcome"]) in ((503, "refused"), (504, "unknown"))
-    begin(cluster, cluster.broker("g1", "slave").hostname)
+    cluster.begin(cluster.broker("g1", "slave").hostname)
     until(lambda: gateway.post("outage/messages", {"properties": {"n": "1"}}, **key).status_code == 201)
     repeated = gateway.post("outage/messages", {"properties": {"n": "1"}}, **key)
     assert repeated.headers["Idempotent-Replayed"] == "true"
-    found = Counter(id for _, id in consume_all(cluster, "outage", "g", 2))
+    found = Counter(id for _, id in cluster.consume_all("outage", "g", 2))
     assert set(found) == {"m-0", key["Idempotency-Key"]}
 
 
@@ -221,11 +198,7 @@ def nginx_of_the_page(folder, gateways):
     for word, value in own.items():
         assert word in sketch, word
         sketch = sketch.replace(word, str(value))
-    (folder / "qmq.conf").write_text(sketch)
-    (folder / "nginx.conf").write_text(NGINX_MAIN.format(folder=folder))
-    program = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
-    assert program, "this test needs Debian's nginx: apt-get install nginx"
-    ran = subprocess.Popen([program, "-c", folder / "nginx.conf", "-e", folder / "nginx.log"], start_new_session=True)
+    ran = start_nginx(folder, sketch)
     try:
         until(lambda: ran.poll() is not None or is_open(port), "nginx listens")
         assert ran.poll() is None, (folder / "nginx.log").read_text()
@@ -243,7 +216,7 @@ def is_open(port):
 def test_nginx_of_the_page_passes_events_and_decisions(cluster, tmp_path):
     """Each event comes while the stream is open, and all requests of a client reach the gateway of its session."""
     with ExitStack() as stack:
-        gateways = [stack.enter_context(Gateway(cluster, tmp_path)) for _ in range(2)]
+        gateways = [stack.enter_context(Gateway(cluster, tmp_path, name)) for name in ("first", "second")]
         url = stack.enter_context(nginx_of_the_page(tmp_path, gateways))
         headers = authorization(cluster.token)
         web = stack.enter_context(httpx.Client(verify=False, headers=headers, trust_env=False, timeout=WAIT_S))
@@ -288,14 +261,7 @@ def try_generated(gateway):
         if operation.path.endswith("/stream"):
             continue  # it has no end
 
-        @settings(
-            max_examples=8,
-            deadline=None,
-            database=None,
-            derandomize=True,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
+        @generated(8)
         @given(case=operation.as_strategy())
         def try_one(case):
             make_quick(case)

@@ -11,18 +11,13 @@ import pytest
 from qmq.audit.copies import BrokerCopy
 from qmq.audit.derived import check_segment
 from qmq.log.segments import index_name, snapshot_name
-from tests.integration.cluster_world import data_of, running, send_all, until
+from tests.integration.cluster_world import shared_cluster, until
 
 SEGMENT_BYTES = 64 * 1024
 READ_BYTES_PER_S = 100_000
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    settings = {"segment_bytes": SEGMENT_BYTES, "retention_bytes": 1, "read_log_bytes_per_s": READ_BYTES_PER_S}
-    with running(tmp_path_factory.mktemp("cluster"), **settings) as cluster:
-        cluster.wait_writable()
-        yield cluster
+cluster = shared_cluster(segment_bytes=SEGMENT_BYTES, retention_bytes=1, read_log_bytes_per_s=READ_BYTES_PER_S)
 
 
 def opened(cluster, role, token=None):
@@ -36,7 +31,7 @@ def test_held_log_keeps_its_segments_until_released(cluster, role):
     held.hold()
     begin = held.describe()
     for turn in range(10):
-        send_all(cluster, "held", 40, size=600, name=f"{role}{turn}")
+        cluster.send_all("held", 40, size=600, name=f"{role}{turn}")
     until(lambda: len(held.describe().segments) > len(begin.segments) + 2, "more segments")
     one_that_is_not = opened(cluster, "slave" if role == "master" else "master")
     until(lambda: one_that_is_not.describe().start > begin.start, "retention at the other copy")
@@ -53,12 +48,12 @@ def test_index_files_follow_from_the_log(cluster):
         copy.hold()
     begin = {role: copy.describe() for role, copy in copies.items()}
     for turn in range(8):
-        send_all(cluster, "held", 40, size=600, name=f"beside{turn}")
+        cluster.send_all("held", 40, size=600, name=f"beside{turn}")
     for role, copy in copies.items():
         until(lambda copy=copy, role=role: len(copy.describe().segments) > len(begin[role].segments) + 1, "segments")
     bases = {role: copy.describe().segments[-3:] for role, copy in copies.items()}
     for role, copy in copies.items():
-        base, folder = bases[role][0], data_of(cluster, cluster.broker("g1", role))
+        base, folder = bases[role][0], cluster.data(cluster.broker("g1", role))
         files = [(folder / name(base)).read_bytes() for name in (index_name, snapshot_name)]
         derived = copy.derived(base)
         assert all(files) and files == [derived.index, derived.snapshot]
@@ -74,7 +69,7 @@ def test_log_with_a_damaged_snapshot_is_described(cluster):
     copy.hold()
     until(lambda: copy.describe().start > 0, "retention")
     before = copy.describe()
-    snapshot = data_of(cluster, cluster.broker("g1", "master")) / snapshot_name(before.start)
+    snapshot = cluster.data(cluster.broker("g1", "master")) / snapshot_name(before.start)
     whole = snapshot.read_bytes()
     assert before.chain is not None
     snapshot.write_bytes(whole[:-1])
@@ -88,7 +83,7 @@ def test_log_with_a_damaged_snapshot_is_described(cluster):
 
 def test_all_readers_share_the_rate(cluster):
     """Bound of an audit's share of a broker's disk and processor."""
-    send_all(cluster, "held", 40, size=600, name="rate")
+    cluster.send_all("held", 40, size=600, name="rate")
     copies = [opened(cluster, "slave") for _ in range(3)]
     begin = copies[0].describe()
     until(lambda: copies[0].describe().high_watermark > begin.start, "something to read")

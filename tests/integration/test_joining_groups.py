@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 import qmq
-from tests.integration.cluster_world import WAIT_S, consumer, producer, row, running_apart
+from tests.integration.cluster_world import WAIT_S, running_apart
 
 MANY = 100
 
@@ -33,7 +33,7 @@ class Story:
             self.sent[len(self.sent)] = receipt.broker_group
 
     def listen(self):
-        client = consumer(self.cluster, consumer_id=self.consumer_id)
+        client = self.cluster.consumer(consumer_id=self.consumer_id)
 
         @client.listen(self.subject, **self.terms)
         async def handle(message):
@@ -62,7 +62,7 @@ class Story:
 )
 async def test_existing_group_gets_messages_of_a_joined_group(cluster, name, terms, consumer_id, runs):
     world = Story(cluster, f"join.{name}", terms, consumer_id=consumer_id)
-    async with producer(cluster) as sender:
+    async with cluster.producer() as sender:
         await world.send(sender, 1)  # before the consumer group begins
         client, task = world.listen()
         while not world.got:  # the group has begun once it gets a message
@@ -83,13 +83,13 @@ async def test_existing_group_gets_messages_of_a_joined_group(cluster, name, ter
         await world.until_got(range(first, len(world.sent)))
         client.stop()
         await task
-    rows = row(cluster, "SELECT count(*) FROM consumer_group WHERE subject = ?", f"join.{name}")
+    rows = cluster.row("SELECT count(*) FROM consumer_group WHERE subject = ?", f"join.{name}")
     assert rows == (0 if name == "ephemeral" else 1,)
 
 
 async def test_latest_group_gets_no_older_messages(cluster):
     world = Story(cluster, "join.latest", {"group": "late"})
-    async with producer(cluster) as sender:
+    async with cluster.producer() as sender:
         await world.send(sender, 1)
         await asyncio.to_thread(cluster.manage, "AddSubjectBrokerGroup", subject=world.subject, brokerGroup="g2")
         await world.until_only_on(sender, "g2", 20)

@@ -14,14 +14,12 @@ import tracemalloc
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 import qmq
 from qmq.deploy.processes import ROOT
 from qmq.message_sizes import BODY_BYTES_MAX, MESSAGE_BYTES_MAX, REQUEST_BYTES_MAX
 from qmq.subjects import dead_letter_subject
-from tests.integration.cluster_world import are_equal, consumer, data_of, flip_bit, log_of, producer, running, until
-from tests.integration.tools_world import DONE, run
+from tests.integration.cluster_world import flip_bit, shared_cluster, until
+from tests.integration.tools_world import DONE
 
 SETTINGS = {
     "message_bytes_max": MESSAGE_BYTES_MAX,
@@ -35,10 +33,7 @@ BROKER_COPIES = 4.5
 """Measured: 1 to store and to deliver, 3 to store a dead letter."""
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("cluster"), **SETTINGS) as cluster:
-        yield cluster
+cluster = shared_cluster(**SETTINGS)
 
 
 @cache
@@ -54,13 +49,13 @@ def peak_bytes(cluster, role: str) -> int:
 
 
 async def send(cluster) -> qmq.Receipt:
-    async with producer(cluster) as sender:
+    async with cluster.producer() as sender:
         message = qmq.Message("s", {"note": NOTE}, body=body(), content_type="a/b", tags={"t"}, id="large")
         return await sender.send(message)
 
 
 async def receive(cluster, decide) -> None:
-    async with consumer(cluster).pull("s", group="g", start="earliest") as puller:
+    async with cluster.consumer().pull("s", group="g", start="earliest") as puller:
         [message] = await puller.pull(1, timeout=60)
         assert (message.id, message["note"], message.content_type) == ("large", NOTE, "a/b")
         assert message.body == body()
@@ -69,13 +64,13 @@ async def receive(cluster, decide) -> None:
 
 
 def tool(cluster, command, *words, **options):
-    ended = run(command, cluster.metaserver, "--json", *words, token=cluster.token, **options)
+    ended = cluster.tool(command, "--json", *words, **options)
     assert ended.returncode == DONE, (ended.stdout[-2_000:], ended.stderr)
     return json.loads(ended.stdout)
 
 
 def audit(cluster, folder: Path):
-    places = [f"--{role}={data_of(cluster, cluster.broker('g1', role))}" for role in ("master", "slave")]
+    places = [f"--{role}={cluster.data(cluster.broker('g1', role))}" for role in ("master", "slave")]
     command = [sys.executable, "-m", "qmq.audit.jobs.consistency", "--group=g1", *places]
     ended = subprocess.run(
         [*command, "--piece-bytes=20000000", f"--result={folder / 'result.json'}"],
@@ -92,13 +87,11 @@ def damage_and_restart_slave(cluster) -> None:
     """Flip a bit of the last large frame on the slave's disk, and let it repair the frame from the master."""
     slave = cluster.broker("g1", "slave")
     cluster.end(slave.hostname)
-    segments = sorted(
-        path for path in data_of(cluster, slave).glob("log/*.log") if path.stat().st_size > BODY_BYTES_MAX
-    )
+    segments = sorted(path for path in cluster.data(slave).glob("log/*.log") if path.stat().st_size > BODY_BYTES_MAX)
     flip_bit(segments[-1], BODY_BYTES_MAX // 2)
     cluster.begin(slave.hostname)
-    until(lambda: "log repaired" in log_of(cluster, slave.hostname), "the slave repairs its frame")
-    until(lambda: are_equal(cluster), "equal copies")
+    until(lambda: "log repaired" in cluster.log_of(slave.hostname), "the slave repairs its frame")
+    cluster.wait_equal()
 
 
 def test_largest_message_passes_through_everything(cluster, tmp_path):
@@ -116,7 +109,7 @@ def test_largest_message_passes_through_everything(cluster, tmp_path):
     [moved] = tool(cluster, "Redrive", "--yes", subject="s", group="g")["moved"]
     assert moved["id"] == "large"
     asyncio.run(receive(cluster, lambda message: message.ack()))
-    until(lambda: are_equal(cluster), "equal copies")
+    cluster.wait_equal()
     for role, bytes_before in before.items():
         assert (peak_bytes(cluster, role) - bytes_before) / BODY_BYTES_MAX < BROKER_COPIES, role
 

@@ -7,61 +7,39 @@ from __future__ import annotations
 import pytest
 
 from qmq.audit.copies import place_options
-from qmq.deploy.control import read_copy
 from qmq.log.segments import log_name
-from tests.integration.cluster_world import (
-    are_equal,
-    consume_all,
-    data_of,
-    flip_bit,
-    log_of,
-    running,
-    send_all,
-    until,
-)
+from tests.integration.cluster_world import flip_bit, shared_cluster, until
 from tests.unit.audit.without_spark import audit_places
 
 COUNT = 300
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("cluster"), segment_bytes=64 * 1024, tail_bytes=0) as cluster:
-        cluster.wait_writable()
-        yield cluster
-
-
-def bases_of(cluster, role):
-    return sorted(int(path.stem) for path in data_of(cluster, cluster.broker("g1", role)).glob("log/*.log"))
+cluster = shared_cluster(segment_bytes=64 * 1024, tail_bytes=0)
 
 
 def file_of(cluster, role, number):
-    return data_of(cluster, cluster.broker("g1", role)) / log_name(bases_of(cluster, role)[number])
-
-
-def are_both_whole(cluster):
-    mine, other = (read_copy(data_of(cluster, cluster.broker("g1", role))) for role in ("master", "slave"))
-    return mine.frames == other.frames
+    plan = cluster.broker("g1", role)
+    return cluster.data(plan) / log_name(cluster.segments(plan)[number])
 
 
 @pytest.mark.parametrize("role, how", [("master", "unlinked"), ("slave", "exchanged")])
 def test_newest_file_is_missed_and_restored(cluster, role, how):
     """The process ends, so later fsyncs of the lost file acknowledge nothing, and fetches it from the other copy."""
     subject, broker = f"{role}.{how}", cluster.broker("g1", role)
-    sent = [receipt.message_id for receipt in send_all(cluster, subject, COUNT)]
-    until(lambda: are_equal(cluster), "equal copies")
-    file, logged = file_of(cluster, role, -1), len(log_of(cluster, broker.hostname))
+    sent = [receipt.message_id for receipt in cluster.send_all(subject, COUNT)]
+    cluster.wait_equal()
+    file, logged = file_of(cluster, role, -1), len(cluster.log_of(broker.hostname))
     if how == "unlinked":
         file.unlink()
     else:
         (file.parent / "other").write_bytes(file.read_bytes()[:4096])
         (file.parent / "other").replace(file)
-    until(lambda: "was taken away or exchanged" in log_of(cluster, broker.hostname)[logged:], "the broker misses it")
+    until(lambda: "was taken away or exchanged" in cluster.log_of(broker.hostname)[logged:], "the broker misses it")
     cluster.wait_writable()
-    send_all(cluster, subject, 1, name="after")
-    until(lambda: are_equal(cluster), "equal copies")
-    until(lambda: are_both_whole(cluster), "whole copies")
-    assert [id for _, id in consume_all(cluster, subject, "g", COUNT + 1)][:COUNT] == sent
+    cluster.send_all(subject, 1, name="after")
+    cluster.wait_equal()
+    until(lambda: cluster.are_whole(), "whole copies")
+    assert [id for _, id in cluster.consume_all(subject, "g", COUNT + 1)][:COUNT] == sent
 
 
 def test_repairs_caused_by_the_audit_are_reported(cluster):
@@ -70,10 +48,10 @@ def test_repairs_caused_by_the_audit_are_reported(cluster):
     Reading them starts both repairs. A busy broker may finish after the audit: that place is still damaged.
     """
     for turn in range(9):
-        send_all(cluster, "audited", 100, size=400, name=f"m{turn}")
-    until(lambda: are_equal(cluster), "equal copies")
-    bases = bases_of(cluster, "slave")
-    assert bases == bases_of(cluster, "master") and len(bases) > 5
+        cluster.send_all("audited", 100, size=400, name=f"m{turn}")
+    cluster.wait_equal()
+    bases, others = map(cluster.segments, cluster.pair())
+    assert bases == others and len(bases) > 5
     gone, flipped = file_of(cluster, "slave", 1), file_of(cluster, "master", 3)
     gone.unlink()
     flip_bit(flipped, 3000)
@@ -90,5 +68,5 @@ def test_repairs_caused_by_the_audit_are_reported(cluster):
     for row in result.findings:
         assert ("taken it from the other copy since" in row["text"]) == (row["what"] == "repaired")
     until(lambda: gone.exists() and cluster.wait_writable() is None, "both are whole")
-    assert are_both_whole(cluster)
+    assert cluster.are_whole()
     assert audit_places(places).status == 0

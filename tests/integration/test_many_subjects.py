@@ -17,7 +17,7 @@ import qmq.blocking
 from qmq.deploy.control import read_copy
 from qmq.outbox.row import encode_row
 from tests.integration import cluster_world
-from tests.integration.cluster_world import data_of, log_of, metrics, until
+from tests.integration.cluster_world import until
 from tests.integration.watchdog_world import KEY, Application, WatchdogProcess, register
 
 SUBJECTS = int(os.environ.get("SUBJECTS", "120"))
@@ -39,7 +39,6 @@ def test_subject_over_the_limit_harms_no_other(tmp_path):
     with cluster_world.running(
         tmp_path / "cluster", groups=("g1", "g2"), delay_groups=("d1",), metaserver=BOUND
     ) as cluster:
-        cluster.wait_writable("g1", "g2", "d1")
         register(cluster, application.source)
         with WatchdogProcess(cluster, tmp_path, claims_max=32) as watchdog, _producer(cluster) as producer:
             for number, groups in enumerate(SWAPS):
@@ -51,12 +50,12 @@ def test_subject_over_the_limit_harms_no_other(tmp_path):
                     _one_too_many(cluster, producer, application)
             assert watchdog.metrics()["qmq_watchdog_refused_routes"] == 1
             assert list(watchdog.health()["routes"]) == ["rows.one.too.many"]
-            assert metrics(cluster, _delay_master(cluster))['qmq_delayserver_refused_routes{broker_group="d1"}'] == 1
+            assert cluster.metrics(_delay_master(cluster))['qmq_delayserver_refused_routes{broker_group="d1"}'] == 1
             assert _health(_delay_master(cluster))["refusedRoutes"] == 1
         checks = {check["name"]: check for check in cluster.manage("Doctor")["checks"]}
         assert not checks["routes"]["ok"] and f"watches {SUBJECTS} subjects" in checks["routes"]["found"]
-        assert "watch interrupted" not in log_of(cluster, _delay_master(cluster).hostname)
-        data = [data_of(cluster, cluster.broker(group, "master")) for group in ("g1", "g2")]
+        assert "watch interrupted" not in cluster.log_of(_delay_master(cluster).hostname)
+        data = [cluster.data(cluster.broker(group, "master")) for group in ("g1", "g2")]
     application.close()
     stored = {(subject, id) for folder in data for subject, _, id in read_copy(folder).messages}
     assert Counter(subject for subject, _ in stored) == dict.fromkeys(
@@ -86,7 +85,7 @@ def _is_sent(cluster, application, waiting=0):
     print(f"rows of the watchdog: {time.monotonic() - began:.1f} s")
 
     def pending():
-        return metrics(cluster, _delay_master(cluster))['qmq_delayserver_pending_messages{broker_group="d1"}']
+        return cluster.metrics(_delay_master(cluster))['qmq_delayserver_pending_messages{broker_group="d1"}']
 
     until(lambda: pending() == waiting, "the delay group sent what was due", WAIT_S)
     print(f"messages of the delay group: {time.monotonic() - began:.1f} s")

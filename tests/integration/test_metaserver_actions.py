@@ -1,10 +1,11 @@
-"""Shell. Actions on two metaservers of one database: old routes and clients of both count."""
+"""Shell. Actions on running metaservers: clients of all of them count, and races of role changes leave one master."""
 
 from __future__ import annotations
 
 import asyncio
 
 from qmq.proto import qmq_pb2 as pb
+from tests.integration.metaserver_world import place
 
 
 async def until_both_are_listed(*worlds):
@@ -56,3 +57,44 @@ async def test_clients_of_every_metaserver_are_listed(world):
             ("test", "c1", ["s"])
         ]
         assert listed["unasked"] == [] and (await world.done("Clients", here="true"))["clients"] == []
+
+
+async def test_w16_no_term_ever_has_two_masters(world):
+    """In QMQ two brokers can be master of one group by an operator's error."""
+    master, slave = await world.copies()
+    brokers = [master, slave]
+    masters = {}
+
+    def check():
+        for broker in brokers:
+            for assignment in broker.assignments:
+                if assignment.HasField("master"):
+                    acting = assignment.master.control_port
+                    assert masters.setdefault(assignment.term, acting) == acting
+                    assert (assignment.role == 0) == (acting == broker.control_port)
+
+    for _ in range(3):
+        await world.until(lambda: world.has_new_parts("g1"))
+        [slave] = [broker for broker in brokers if broker.assignment.role == 1]
+        actions = two_swaps(world, slave)
+        actions += [world.post("ReplaceBroker", **place("g1", role, name)) for role, name in ((0, "g1-b"), (1, "g1-a"))]
+        await asyncio.gather(*actions)
+        check()
+    for broker in brokers:
+        terms = [assignment.term for assignment in broker.assignments]
+        assert terms == sorted(terms), "terms never decrease"
+    assert sorted(masters) == [2, 3, 4, 5]
+
+
+def two_swaps(world, slave):
+    """Request two swaps at once; the first continues when the second has its answer."""
+    answered = asyncio.Event()
+
+    async def swap():
+        try:
+            return await world.post("SwapRoles", brokerGroup="g1")
+        finally:
+            answered.set()
+
+    slave.before_status = answered.wait
+    return [swap(), swap()]

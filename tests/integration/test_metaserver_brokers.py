@@ -23,17 +23,6 @@ async def refusal(call):
     return caught.value
 
 
-async def test_registered_broker_gets_part_and_addresses(world):
-    master, slave = await world.copies()
-    assert (master.assignment.role, slave.assignment.role) == (0, 1)
-    assert master.assignment.term == slave.assignment.term == 2
-    await master.until_assigned(
-        lambda assignment: assignment.slaves and assignment.slaves[0].control_port == slave.control_port
-    )
-    assert slave.assignment.master.serve_port == 20881
-    assert slave.assignment.master.control_port == master.control_port
-
-
 async def test_unknown_broker_is_refused_with_the_command(world):
     error = await refusal(world.broker("stranger", 3001))
     assert error.code() == grpc.StatusCode.FAILED_PRECONDITION

@@ -1,10 +1,9 @@
-"""Shell. `python -m qmq.metaserver` as a process: start, stop, death, wrong settings, ports, its HTTP side."""
+"""Shell. `python -m qmq.metaserver` as a process: start, stop, death, wrong settings, ports."""
 
 from __future__ import annotations
 
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -69,13 +68,6 @@ def log_of(folder):
         return "".join([*process.lines, process.stderr.read()])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_process_stops_in_order_on_sigterm(tmp_path, number):
-    with metaserver(tmp_path) as process:
-        process.send_signal(number)
-        assert process.wait(WAIT_S) == 0
-
-
 def test_terms_survive_kill_9(tmp_path):
     with metaserver(tmp_path) as process:
         add(process, "a")
@@ -99,27 +91,3 @@ def test_port_that_is_taken_ends_with_1(tmp_path, port):
         with metaserver(tmp_path, **{port: other.getsockname()[1]}) as process:
             assert process.wait(WAIT_S) == 1
             assert "cannot serve" in "".join(process.lines)
-
-
-def test_database_that_cannot_be_opened_ends_with_1(tmp_path):
-    with metaserver(tmp_path, DATABASE=f"sqlite:///{tmp_path}/none/m.db") as process:
-        assert process.wait(WAIT_S) == 1
-        assert "cannot serve" in "".join(process.lines)
-
-
-def test_http_side_answers_as_qmq_does(tmp_path):
-    with metaserver(tmp_path) as process, httpx.Client(base_url=process.url, trust_env=False, timeout=WAIT_S) as client:
-        address = client.get("/meta/address")
-        assert re.fullmatch(r"127\.0\.0\.1:\d+", address.text)
-        assert client.get("/health/live").text == "ok"
-        assert client.get("/health/ready").json() == {"ready": True, "database": True}
-        assert client.post("/management").json()["status"] == -1
-        client.headers["X-Api-Token"] = TOKEN
-        assert client.get("/management").status_code == 405
-        assert client.post("/management").text == "need provide action param"
-        assert client.post("/management?action=Explode").text.startswith("unknown action: Explode")
-        answer = client.post("/management?action=AddBroker&brokerGroup=g1").json()
-        assert set(answer) == {"status", "message", "data"} and answer["status"] == -1
-        assert "qmq_metaserver_management_actions_total" in client.get("/metrics").text
-        del client.headers["X-Api-Token"]
-        assert client.post("/management", content=b"x" * 100_000).status_code == 413

@@ -1,4 +1,4 @@
-"""Shell. Clients that watch routes: first answers, pushed changes, refusals."""
+"""Shell. Clients that watch routes, also of delayed messages: first answers, pushed changes, refusals."""
 
 from __future__ import annotations
 
@@ -44,29 +44,6 @@ async def test_silent_master_is_pushed_after_the_timeout(world):
         master.fall_silent()
         await watch.next()
         assert watch.writable("s") == {"g1": False}
-
-
-async def test_route_follows_the_masters_own_reasons(world):
-    master, _ = await world.copies()
-    async with world.watch("s") as watch:
-        await watch.next()
-        master.reasons = ["slave_down"]
-        master.say()
-        await watch.next()
-        assert watch.writable("s") == {"g1": False}
-        assert (await world.group("g1"))["readonlyReasons"] == ["slave_down"]
-        master.reasons = []
-        master.say()
-        await watch.next()
-        assert watch.writable("s") == {"g1": True}
-
-
-async def test_swap_pushes_the_new_master_with_its_term(world):
-    await world.copies()
-    async with world.watch("s") as watch:
-        await watch.next()
-        await world.done("SwapRoles", brokerGroup="g1")
-        await watch.until(lambda routes: routes["s"].groups[0].term == 3 and routes["s"].groups[0].writable)
 
 
 async def test_more_subjects_can_be_added_to_a_watch(world):
@@ -155,3 +132,39 @@ async def test_http_refuses_bad_requests_and_unknown_clients(world):
         answer = await world.http.get(f"/meta/routes?{query}", headers=headers)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "INVALID_REQUEST"), query
     assert (await world.http.get("/meta/routes?subject=a")).status_code == 401
+
+
+# Routes of delayed messages.
+
+
+async def test_unknown_kind_of_groups_is_refused(world):
+    async with world.watch("s", kind=7) as watch:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await watch.next()
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    answer = await world.http.get("/meta/routes?subject=s&kind=BACKUP", headers={"X-Api-Token": TOKEN})
+    assert answer.status_code == 400
+
+
+async def test_delayed_messages_go_to_all_delay_groups(world):
+    await world.copies("g1")
+    await world.delay_copies("d1")
+    await world.delay_copies("d2")
+    async with (
+        world.watch("order.changed", "%RETRY%s%g", kind=GroupKind.DELAY) as delayed,
+        world.watch("other") as normal,
+    ):
+        await delayed.next()
+        assert delayed.writable("order.changed") == delayed.writable("%RETRY%s%g") == {"d1": True, "d2": True}
+        await normal.next()
+        assert normal.writable("other") == {"g1": True}
+        assert list(world.server.registry.routes) == ["other"]
+
+
+async def test_new_delay_group_is_pushed_at_once(world):
+    await world.copies("g1")
+    async with world.watch("s", kind=GroupKind.DELAY) as watch:
+        await watch.next()
+        assert "AddBroker with roles 5 and 6" in watch.routes["s"].refused
+        await world.delay_copies()
+        await watch.until(lambda routes: not routes["s"].refused and watch.writable("s") == {"d1": True})

@@ -27,7 +27,7 @@ def ports(tmp_path_factory):
         cluster_world.running(folder, delay_groups=("d1",)) as cluster,
         WatchdogProcess(cluster, folder / "watchdog") as watchdog,
     ):
-        cluster_world.send_all(cluster, "order.changed", 3)
+        cluster.send_all("order.changed", 3)
         yield (
             cluster.token,
             {

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 import requests
 import schemathesis
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import (
@@ -28,6 +28,7 @@ from sqlalchemy.exc import OperationalError
 from qmq.metaserver.routes import hub
 from qmq.rights import TokenRole, includes
 from tests.integration.metaserver_world import TOKEN, WAIT_S, World
+from tests.support.effort import generated
 
 VOLATILE = {"metaserver", "broker_sighting", "sqlite_sequence"}
 """Tables that change by themselves."""
@@ -144,14 +145,7 @@ def is_typed(answer):
 def try_all(running, operations, role, examples, check):
     for operation in operations:
 
-        @settings(
-            max_examples=examples,
-            deadline=None,
-            database=None,
-            derandomize=True,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
+        @generated(examples)
         @given(case=requests_of(operation))
         def send(case):
             make_likely(case)

@@ -18,9 +18,9 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from qmq.idempotence.tables import HandledTable
 from qmq.idempotence.transaction import SqlTransaction
 from qmq.outbox.row import decode_row
-from tests.integration.cluster_world import WAIT_S, consumer, running, until
+from tests.integration.cluster_world import WAIT_S, shared_cluster, until
 from tests.integration.outbox_process import STEPS
-from tests.integration.watchdog_world import Application, WatchdogProcess, register
+from tests.integration.watchdog_world import WatchdogProcess, register
 from tests.unit.idempotence.stores import async_url
 
 ROOT = Path(__file__).parents[2]
@@ -29,22 +29,12 @@ CRASHES = {step: 3 * number + 2 for number, step in enumerate(STEPS)}
 """Step -> the order at which the shop is killed there."""
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    # The lease outlasts any pause: a redelivered message would count as a second ticket.
-    with running(tmp_path_factory.mktemp("cluster"), lease_ms=60_000) as cluster:
-        yield cluster
+# The lease outlasts any pause: a redelivered message would count as a second ticket.
+cluster = shared_cluster(lease_ms=60_000)
 
 
 @pytest.fixture
-def shop(database_url):
-    shop = Application(database_url)
-    yield shop
-    shop.close()
-
-
-@pytest.fixture
-def engine(database_url, shop):
+def engine(database_url, application):
     engine = create_engine(database_url)
     with engine.begin() as connection:
         HandledTable("qmq_handled").create(connection)
@@ -101,7 +91,7 @@ async def issue_tickets(cluster, engine, subject, messages):
         if len(seen) == messages:
             to_come.set()
 
-    client = consumer(cluster)
+    client = cluster.consumer()
 
     @client.listen(subject, group="tickets", start="earliest", filters=[count, once])
     async def issue(message):
@@ -120,7 +110,7 @@ async def issue_tickets(cluster, engine, subject, messages):
     [("sqlite", True), ("mariadb", False), ("postgresql", False)],
     indirect=["database_url"],
 )
-def test_crashing_shop_has_a_ticket_per_paid_order(process, cluster, tmp_path, engine, shop, blocking):
+def test_crashing_shop_has_a_ticket_per_paid_order(process, cluster, tmp_path, engine, application, blocking):
     subject = f"paid.{tmp_path.name}"
     crashes, deaths = dict(CRASHES), 0
     while (status := pay(process, cluster, engine, subject, crashes, blocking=blocking)) != 0:
@@ -135,9 +125,9 @@ def test_crashing_shop_has_a_ticket_per_paid_order(process, cluster, tmp_path, e
     left = [decode_row(content).get_int("number") for content in read(engine, "SELECT content FROM qmq_msg_queue")]
     assert sorted(left) == sorted([CRASHES["after the commit"], CRASHES["before the delete"]])
 
-    register(cluster, shop.source)
+    register(cluster, application.source)
     with WatchdogProcess(cluster, tmp_path / "watchdog"):
-        until(lambda: shop.count() == 0, "the watchdog has sent the remaining rows")
+        until(lambda: application.count() == 0, "the watchdog has sent the remaining rows")
     seen = asyncio.run(issue_tickets(cluster, engine, subject, ORDERS + 1))
     assert Counter(seen) == Counter(
         [(f"{subject}-{number}", number, 2.5, True) for number in [*range(ORDERS), CRASHES["before the delete"]]]

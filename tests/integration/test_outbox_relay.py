@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections import Counter
 from contextlib import contextmanager
 
-import pytest
-
 from qmq.deploy.control import read_copy
-from tests.integration.cluster_world import WAIT_S, data_of, running, until
-from tests.integration.watchdog_world import Application
+from tests.integration.cluster_world import WAIT_S, running, until
+from tests.support.http import ask
 from tests.support.ports import kept_port
 from tests.unit.idempotence.stores import async_url
 
@@ -52,7 +47,6 @@ async def running() -> str:
 
 uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning")
 """
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Shop:
@@ -68,14 +62,8 @@ class Shop:
 
     def ask(self, path, method="GET"):
         """Return status and JSON; None without an answer."""
-        request = urllib.request.Request(f"http://127.0.0.1:{self._port}{path}", method=method)
-        try:
-            with _DIRECT.open(request, timeout=WAIT_S) as answer:
-                return answer.status, json.loads(answer.read())
-        except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read())
-        except OSError:
-            return None
+        answer = ask(f"http://127.0.0.1:{self._port}{path}", method)
+        return answer and (answer.status_code, answer.json())
 
     def trouble(self):
         """Return the detail of a bad health answer, or an empty text."""
@@ -101,13 +89,6 @@ def shop_of(*arguments):
     finally:
         shop.process.kill()
         shop.process.wait(WAIT_S)
-
-
-@pytest.fixture
-def application(database_url):
-    made = Application(database_url)
-    yield made
-    made.close()
 
 
 def test_producer_sends_rows_of_an_outage_or_crash(tmp_path, database_url, application):
@@ -138,6 +119,6 @@ def test_producer_sends_rows_of_an_outage_or_crash(tmp_path, database_url, appli
         with shop_of(cluster, url, port, log) as shop:
             until(lambda: application.count("1 = 1") == 0, "the rows of the killed process are sent")
             shop.end()
-        data = data_of(cluster, cluster.broker("g1", "master"))
+        data = cluster.data(cluster.broker("g1", "master"))
     stored = Counter(id for subject, _, id in read_copy(data).messages if subject == SUBJECT)
     assert stored == Counter(f"order-{number}" for number in range(8))

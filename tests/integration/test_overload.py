@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
-import urllib.request
 from contextlib import ExitStack
 from threading import Thread
 
@@ -17,22 +15,7 @@ from qmq.errors import ErrorCode
 from qmq.memory import ram_bytes
 from qmq.remoting import commands
 from qmq.remoting.commands import Command, Pull
-from tests.integration.cluster_world import (
-    WAIT_S,
-    Wire,
-    begin,
-    consume_all,
-    end,
-    metrics,
-    produce_body,
-    producer,
-    reasons,
-    running,
-    send_all,
-    settings_file,
-    subscribe,
-    until,
-)
+from tests.integration.cluster_world import WAIT_S, Wire, produce_body, running, subscribe, until
 
 MIB = 1 << 20
 LIMIT_BYTES = 100 * MIB
@@ -40,16 +23,9 @@ LIMIT_BYTES = 100 * MIB
 
 
 def connections(cluster, state):
-    return metrics(cluster, cluster.broker("g1", "master"))[
+    return cluster.metrics(cluster.broker("g1", "master"))[
         f'qmq_broker_client_connections{{broker_group="g1",state="{state}"}}'
     ]
-
-
-def listed(cluster):
-    url = f"http://127.0.0.1:{cluster.broker('g1', 'master').metrics_port}/connections"
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(urllib.request.Request(url, headers={"X-Api-Token": cluster.token}), timeout=WAIT_S) as answer:
-        return json.loads(answer.read())
 
 
 @pytest.fixture
@@ -66,7 +42,7 @@ def cluster(tmp_path):
 
 
 def test_producer_over_its_window_is_throttled(cluster):
-    send_all(cluster, "s", 1)
+    cluster.send_all("s", 1)
     slave = cluster.service(cluster.broker("g1", "slave").hostname)
     with Wire(cluster.broker("g1", "master").serve_port, token=cluster.token) as wire:
         suspend(slave.pid)
@@ -91,7 +67,7 @@ class Stalled:
         self._open = ExitStack()
         subjects = [f"big{number}" for number in range(12)]
         for subject in subjects:
-            send_all(cluster, subject, 400, size=30_000)
+            cluster.send_all(subject, 400, size=30_000)
         for subject in subjects:
             port = cluster.broker("g1", "master").serve_port
             wire = self._open.enter_context(Wire(port, token=cluster.token, receive_bytes=1 << 16))
@@ -107,19 +83,19 @@ class Stalled:
 
 
 def test_memory_limit_stops_producers_only(cluster):
-    send_all(cluster, "s", 1200, size=10_000)
+    cluster.send_all("s", 1200, size=10_000)
     master = cluster.broker("g1", "master")
 
     async def send():
-        async with producer(cluster, timeout_s=4 * WAIT_S) as sender:
+        async with cluster.producer(timeout_s=4 * WAIT_S) as sender:
             assert (await sender.send(qmq.Message("s", {"n": "1"}))).is_stored
             with await asyncio.to_thread(Stalled, cluster):
-                until(lambda: reasons(cluster, master) == ["memory"], "memory is over its limit")
+                until(lambda: cluster.reasons(master) == ["memory"], "memory is over its limit")
                 late = asyncio.create_task(sender.send(qmq.Message("s", {"n": "2"})))
                 await asyncio.to_thread(until, lambda: connections(cluster, "blocked") == 1, "the producer is blocked")
-                (blocked,) = [row for row in listed(cluster) if row["state"] == "blocked"]
+                (blocked,) = [row for row in cluster.connections() if row["state"] == "blocked"]
                 assert blocked["app"] == "test" and blocked["produces"] and not blocked["consumes"]
-                there = await asyncio.to_thread(consume_all, cluster, "s", "g", 1201)
+                there = await asyncio.to_thread(cluster.consume_all, "s", "g", 1201)
                 assert len(there) == 1201 and connections(cluster, "blocked") == 1 and not late.done()
                 with Wire(master.serve_port, token=cluster.token) as wire:
                     answer = wire.ask(Command.PRODUCE, produce_body("s", {"n": "3"}))
@@ -127,23 +103,23 @@ def test_memory_limit_stops_producers_only(cluster):
             return await late
 
     assert asyncio.run(send()).is_stored
-    until(lambda: reasons(cluster, master) == [] and connections(cluster, "blocked") == 0, "it has ended by itself")
+    until(lambda: cluster.reasons(master) == [] and connections(cluster, "blocked") == 0, "it has ended by itself")
 
 
 def test_full_disk_refuses_producers_and_serves_consumers(cluster):
-    send_all(cluster, "s", 500)
-    names = [broker.hostname for broker in cluster.plan.brokers]
-    end(cluster, *names)
+    cluster.send_all("s", 500)
+    names = cluster.hostnames
+    cluster.end(*names)
     for name in names:
-        config = settings_file(cluster, name)
+        config = cluster.settings_file(name)
         config.write_text(config.read_text().replace("disk_free_limit = 0", f"disk_free_limit = {1 << 60}"))
-    begin(cluster, *names)
+    cluster.begin(*names)
     master = cluster.broker("g1", "master")
-    until(lambda: reasons(cluster, master) == ["disk"], "the disk is full")
+    until(lambda: cluster.reasons(master) == ["disk"], "the disk is full")
     with Wire(master.serve_port, token=cluster.token) as wire:
         answer = wire.ask(Command.PRODUCE, produce_body("s", {"n": "1"}))
         assert answer.code == ErrorCode.READ_ONLY and b"disk is nearly full" in bytes(answer.body)
-    assert len(consume_all(cluster, "s", "g", 500)) == 500
+    assert len(cluster.consume_all("s", "g", 500)) == 500
 
 
 READONLY = {

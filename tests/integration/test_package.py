@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 import tomllib
-import urllib.request
 import venv
 import zipfile
 from pathlib import Path
@@ -23,6 +22,7 @@ import pytest
 
 from qmq.cli import CANNOT_START, PROGRAMS
 from qmq.version import VERSION
+from tests.support.http import ask, is_served
 from tests.support.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -232,20 +232,14 @@ def test_metaserver_runs_from_the_wheel(machine):
         ) as process,
     ):
         try:
-            url = f"http://127.0.0.1:{http_port}/health/ready"
+            url = f"http://127.0.0.1:{http_port}"
             while True:
                 assert process.poll() is None, (server.directory / "m.log").read_text()
-                try:
-                    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5) as answer:
-                        assert answer.status == 200
-                        break
-                except OSError:
-                    time.sleep(0.05)
-            for path, text in {"/console/login": b"<h1>Log in</h1>", "/console/console.css": b"--link:"}.items():
-                with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
-                    f"http://127.0.0.1:{http_port}{path}", timeout=5
-                ) as answer:
-                    assert text in answer.read()
+                if is_served(f"{url}/health/ready"):
+                    break
+                time.sleep(0.05)
+            for path, text in {"/console/login": "<h1>Log in</h1>", "/console/console.css": "--link:"}.items():
+                assert text in ask(f"{url}{path}").text
         finally:
             process.terminate()
     assert process.returncode == 0

@@ -16,25 +16,24 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.parse
-import urllib.request
 from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
+import httpx
 import pytest
 import yaml
 
 import qmq
-from qmq.deploy.cluster import PROMETHEUS, Cluster
+from qmq.deploy.cluster import PROMETHEUS
 from qmq.deploy.dashboards import PAGES
 from qmq.deploy.processes import ROOT
 from qmq.deploy.prometheus.config import RULES, find_targets, write_config
 from qmq.ledger import PROVEN, Entry, Ledger, write_gauges
-from tests.integration import broker_with_a_wrong_clock
-from tests.integration.cluster_world import COPY_SETTINGS, SETTINGS, begin, begin_as, end, settings_file, until
+from tests.integration.broker_with_triggers import CLOCK_IS_AHEAD
+from tests.integration.cluster_world import COPY_SETTINGS, SETTINGS, ObservedCluster, until
 from tests.integration.test_gateway import Gateway
 from tests.integration.watchdog_world import KEY, Application, register
 from tests.support.ports import free_ports, run_of_ports
@@ -48,7 +47,6 @@ GIVES_UP = "g"
 """A consumer group that let one message die."""
 ELSEWHERE = f'alertstate="firing", consumer_group!~"{STALLED}|{GIVES_UP}"'
 NAMED = ("role", "name", "broker_group")
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 NAME = re.compile(r"\b(?:qmq_(?:\(broker\|delayserver\)_)?|process_)[a-z][a-z_]*")
 
 
@@ -100,8 +98,7 @@ class World:
         )
 
     def get(self, path, **words):
-        with _DIRECT.open(f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(words)}", timeout=30) as answer:
-            return json.loads(answer.read())["data"]
+        return httpx.get(f"{self.url}/api/v1/{path}", params=words, timeout=30).json()["data"]
 
     def value(self, expr):
         found = self.get("query", query=expr)["result"]
@@ -141,7 +138,7 @@ def world(tmp_path_factory, mariadb):
     ledger = Ledger(folder / "ledger")
     ledger.append(Entry("night", time.time_ns() // 1_000_000, "g1", PROVEN, verified=4096))
     with (
-        Cluster(
+        ObservedCluster(
             folder / "run",
             groups=("g1",),
             delay_groups=("d1",),
@@ -301,19 +298,19 @@ def test_audit_findings_and_missing_watchdog_are_alerted(world):
 def disk_that_fills(world, name):
     """Put a process's data on a small disk; `fill` of the folder that it gives fills it."""
     service, data = world.cluster.service(name), world.cluster.run_dir / name / "data"
-    end(world.cluster, name)
+    world.cluster.end(name)
     kept = shutil.move(data, world.folder / "kept")
     with small_disk(data, mib=96):
         shutil.copytree(kept, data, dirs_exist_ok=True)
-        begin(world.cluster, name)
+        world.cluster.begin(name)
         world.cluster.wait_writable()
         yield data
-        end(world.cluster, name)
+        world.cluster.end(name)
         shutil.copytree(data, kept, dirs_exist_ok=True)
     shutil.rmtree(data)
     shutil.move(kept, data)
     assert service.pid is None
-    begin(world.cluster, name)
+    world.cluster.begin(name)
     world.cluster.wait_writable()
 
 
@@ -322,9 +319,9 @@ def test_each_fault_has_a_single_alert(world, mariadb):
     cluster = world.cluster
     until(lambda: world.firing() == set(), "all is well")
     master = cluster.broker("g1", "master").hostname
-    end(cluster, master)
-    begin_as(cluster, "tests.integration.broker_with_a_wrong_clock", master)
-    trigger = settings_file(cluster, master).with_name(broker_with_a_wrong_clock.TRIGGER)
+    cluster.end(master)
+    cluster.begin_as("tests.integration.broker_with_triggers", master)
+    trigger = cluster.settings_file(master).with_name(CLOCK_IS_AHEAD)
     with disk_that_fills(world, cluster.broker("d1", "slave").hostname) as data:
         cluster.wait_writable()
         until(lambda: world.firing() == set(), "all is well again")

@@ -13,23 +13,8 @@ import pytest
 import qmq
 from qmq.errors import OperatorError
 from qmq.tools.inspect import inspect
-from tests.integration.cluster_world import (
-    are_equal,
-    begin,
-    consume_all,
-    data_of,
-    end,
-    log_of,
-    producer,
-    reasons,
-    row,
-    running_apart,
-    send_all,
-    settings_file,
-    state,
-    until,
-)
-from tests.integration.tools_world import DONE, REFUSED, run
+from tests.integration.cluster_world import running_apart, until
+from tests.integration.tools_world import DONE, REFUSED
 from tests.support.ports import free_ports
 
 COUNT = 20
@@ -45,23 +30,19 @@ def cluster(tmp_path_factory):
 
 async def send_to_all(cluster):
     """Send to each group alone, twice, so that its frames show the first part as acknowledged."""
-    async with producer(cluster) as sender:
+    async with cluster.producer() as sender:
         for part in (range(COUNT - 1), range(COUNT - 1, COUNT)):
             messages = [qmq.Message(f"s.{group}", {"n": str(at)}, id=f"before-{at}") for group in GROUPS for at in part]
             assert all(receipt.is_stored for receipt in await sender.send_many(messages))
 
 
-def copies(cluster, group):
-    return cluster.broker(group, "master"), cluster.broker(group, "slave")
-
-
 def check_all_is_there(cluster, group, count=COUNT):
     """Check that the group accepts messages, its copies are equal, and each acknowledged message is delivered."""
     cluster.wait_writable(group)
-    until(lambda: are_equal(cluster, group), "equal copies")
-    ids = [id for _, id in consume_all(cluster, f"s.{group}", "check", count)]
+    cluster.wait_equal(group)
+    ids = [id for _, id in cluster.consume_all(f"s.{group}", "check", count)]
     assert sorted(ids) == sorted(f"before-{at}" for at in range(count))
-    send_all(cluster, f"s.{group}", 1, name="later")
+    cluster.send_all(f"s.{group}", 1, name="later")
 
 
 def findings(cluster, group):
@@ -100,28 +81,28 @@ def carried_out(cluster, words):
 
 def lose_disk(cluster, plan):
     """Lose the disk; a machine with the same name and an empty disk returns."""
-    shutil.rmtree(data_of(cluster, plan))
+    shutil.rmtree(cluster.data(plan))
 
 
 def test_both_stop_and_both_return(cluster):
-    master, slave = copies(cluster, "order")
-    end(cluster, master.hostname, slave.hostname)
-    begin(cluster, slave.hostname)
-    until(lambda: state(cluster, slave), "the slave runs")
-    begin(cluster, master.hostname)
+    master, slave = cluster.pair("order")
+    cluster.end(master.hostname, slave.hostname)
+    cluster.begin(slave.hostname)
+    until(lambda: cluster.state(slave), "the slave runs")
+    cluster.begin(master.hostname)
     check_all_is_there(cluster, "order")
 
 
 def test_lost_master_is_replaced_by_its_slave(cluster):
     """The slave confirmed everything, so there is no loss to accept."""
-    master, slave = copies(cluster, "older")
-    end(cluster, master.hostname)
-    end(cluster, slave.hostname)
+    master, slave = cluster.pair("older")
+    cluster.end(master.hostname)
+    cluster.end(slave.hostname)
     lose_disk(cluster, master)
     words = named_command(cluster, master)
     assert (words["hostname"], words["role"], words["swap"]) == (slave.hostname, "0", "true")
     assert carried_out(cluster, words) == "done"
-    begin(cluster, slave.hostname, master.hostname)
+    cluster.begin(slave.hostname, master.hostname)
     check_all_is_there(cluster, "older")
     assert cluster.broker("older", "master") == slave
 
@@ -130,17 +111,17 @@ def test_disk_is_moved_to_a_new_machine(cluster, tmp_path):
     """The disk is an older backup: its missing messages are lost with the other two disks, and must be accepted as
     lost.
     """
-    master, slave = copies(cluster, "saved")
-    end(cluster, master.hostname, slave.hostname)
+    master, slave = cluster.pair("saved")
+    cluster.end(master.hostname, slave.hostname)
     saved = tmp_path / "saved"
-    shutil.copytree(data_of(cluster, master), saved)
-    begin(cluster, master.hostname, slave.hostname)
+    shutil.copytree(cluster.data(master), saved)
+    cluster.begin(master.hostname, slave.hostname)
     cluster.wait_writable("saved")
-    send_all(cluster, "s.saved", 5, name="after")
-    acknowledged = state(cluster, master).high_watermark
+    cluster.send_all("s.saved", 5, name="after")
+    acknowledged = cluster.state(master).high_watermark
     newest = "SELECT max(log_end) FROM acknowledged_point WHERE group_name = 'saved'"
-    until(lambda: (row(cluster, newest)[0] or 0) >= acknowledged, "a metaserver remembers the point")
-    end(cluster, master.hostname, slave.hostname)
+    until(lambda: (cluster.row(newest)[0] or 0) >= acknowledged, "a metaserver remembers the point")
+    cluster.end(master.hostname, slave.hostname)
     for plan in (master, slave):
         lose_disk(cluster, plan)
 
@@ -148,39 +129,32 @@ def test_disk_is_moved_to_a_new_machine(cluster, tmp_path):
     assert held["subjects"] == {"s.saved": COUNT} and held["log"]["end"] < acknowledged
     moved = free_ports(1)[0]
     into_new_machine(cluster, master, saved, moved)
-    begin(cluster, master.hostname, slave.hostname)
-    until(lambda: "rolled_back" in (reasons(cluster, master) or []), "the saved copy says what it lacks")
+    cluster.begin(master.hostname, slave.hostname)
+    until(lambda: "rolled_back" in (cluster.reasons(master) or []), "the saved copy says what it lacks")
     found = until(lambda: findings(cluster, "saved").get(master.hostname), "so does Doctor")
     assert "rolled_back" in found["found"] and "acceptLoss" in found["remedy"]
-    end(cluster, master.hostname, slave.hostname)
-    words = {
-        "brokerGroup": "saved",
-        "role": 0,
-        "hostname": master.hostname,
-        "ip": "127.0.0.1",
-        "servePort": master.serve_port,
-        "syncPort": moved,
-    }
-    assert carried_out(cluster, words | {"acceptLoss": "true"}) == "done"
-    begin(cluster, master.hostname, slave.hostname)
+    cluster.end(master.hostname, slave.hostname)
+    words = cluster.place(master) | {"role": 0, "syncPort": moved, "acceptLoss": "true"}
+    assert carried_out(cluster, words) == "done"
+    cluster.begin(master.hostname, slave.hostname)
     check_all_is_there(cluster, "saved")
-    assert "loss accepted" in log_of(cluster, master.hostname)
+    assert "loss accepted" in cluster.log_of(master.hostname)
 
 
 def into_new_machine(cluster, plan, saved, sync_port):
     """Start the same broker, by hostname and serve port, at another address with a saved directory."""
-    shutil.copytree(saved, data_of(cluster, plan))
-    path = settings_file(cluster, plan.hostname)
+    shutil.copytree(saved, cluster.data(plan))
+    path = cluster.settings_file(plan.hostname)
     path.write_text(path.read_text().replace(f"sync_port = {plan.sync_port}", f"sync_port = {sync_port}"))
 
 
 def test_neither_disk_returns(cluster):
     """Everything is lost; the group begins anew once that is accepted."""
-    master, slave = copies(cluster, "none")
-    end(cluster, master.hostname, slave.hostname)
+    master, slave = cluster.pair("none")
+    cluster.end(master.hostname, slave.hostname)
     for plan in (master, slave):
         lose_disk(cluster, plan)
-    begin(cluster, master.hostname, slave.hostname)
+    cluster.begin(master.hostname, slave.hostname)
 
     def other_disk():
         found = findings(cluster, "none").get(master.hostname)
@@ -188,13 +162,11 @@ def test_neither_disk_returns(cluster):
 
     check = until(other_disk, "Doctor says that this is another disk")
     assert check["found"] == "runs on another data directory than before"
-    end(cluster, master.hostname)
+    cluster.end(master.hostname)
     gone = ",".join(f"{plan.hostname}:{plan.serve_port}" for plan in (master, slave))
 
     def recovered(*words):
-        ended = run(
-            "RecoverGroup", cluster.metaserver, "--yes", *words, token=cluster.token, brokerGroup="none", gone=gone
-        )
+        ended = cluster.tool("RecoverGroup", "--yes", *words, brokerGroup="none", gone=gone)
         return None if "is running" in ended.stderr else ended
 
     refused = until(recovered, "the master counts as stopped")
@@ -204,7 +176,7 @@ def test_neither_disk_returns(cluster):
     assert done.returncode == DONE and "lost for good: messages that none acknowledged up to offset" in done.stderr, (
         done.stderr
     )
-    begin(cluster, master.hostname)
+    cluster.begin(master.hostname)
     cluster.wait_writable("none")
-    send_all(cluster, "s.none", COUNT, name="before")
+    cluster.send_all("s.none", COUNT, name="before")
     check_all_is_there(cluster, "none")

@@ -10,18 +10,8 @@ from contextlib import closing
 import pytest
 
 from qmq.errors import NotServed
-from tests.integration.cluster_world import (
-    begin,
-    consume_all,
-    data_of,
-    end,
-    running,
-    running_apart,
-    send_all,
-    slaves_in_sync,
-    state,
-)
-from tests.integration.tools_world import DONE, REFUSED, run
+from tests.integration.cluster_world import running, running_apart
+from tests.integration.tools_world import DONE, REFUSED
 from tests.support.waiting import until
 
 COUNT = 20
@@ -37,11 +27,10 @@ def cluster(tmp_path_factory):
 
 def plans_of(cluster, group):
     """Return master and slaves, all in sync and with acknowledged messages."""
-    master = cluster.broker(group, "master")
-    slaves = [plan for plan in cluster.plan.brokers if plan.group == group and plan != master]
-    until(lambda: slaves_in_sync(cluster, group) == 2, "both slaves are in sync")
-    send_all(cluster, f"s.{group}", COUNT)
-    until(lambda: len({state(cluster, plan).log_end for plan in (master, *slaves)}) == 1, "all have everything")
+    master, slaves = cluster.broker(group, "master"), cluster.slaves(group)
+    cluster.wait_in_sync(group)
+    cluster.send_all(f"s.{group}", COUNT)
+    until(lambda: len({cluster.state(plan).log_end for plan in (master, *slaves)}) == 1, "all have everything")
     return master, *slaves
 
 
@@ -53,7 +42,7 @@ def qmq(cluster, command, group, *words, **options):
     """Run a command once no killed broker counts as running; return the finished process."""
 
     def tried():
-        ended = run(command, cluster.metaserver, "--yes", *words, token=cluster.token, brokerGroup=group, **options)
+        ended = cluster.tool(command, "--yes", *words, brokerGroup=group, **options)
         return None if "is running" in ended.stderr or "is there, the master" in ended.stderr else ended
 
     return until(tried, "the brokers count as stopped")
@@ -61,38 +50,38 @@ def qmq(cluster, command, group, *words, **options):
 
 def lose(cluster, *plans):
     for plan in plans:
-        shutil.rmtree(data_of(cluster, plan))
+        shutil.rmtree(cluster.data(plan))
 
 
 def check_all_is_there(cluster, group):
     cluster.wait_writable(group)
-    assert len(consume_all(cluster, f"s.{group}", "check", COUNT)) == COUNT
-    send_all(cluster, f"s.{group}", 1, name="later")
+    assert len(cluster.consume_all(f"s.{group}", "check", COUNT)) == COUNT
+    cluster.send_all(f"s.{group}", 1, name="later")
 
 
 def test_three_copies_return_in_any_order(cluster):
     master, *slaves = plans_of(cluster, "all")
     names = [plan.hostname for plan in (slaves[0], master, slaves[1])]
-    end(cluster, *names)
+    cluster.end(*names)
     for name in names:
-        begin(cluster, name)
+        cluster.begin(name)
     check_all_is_there(cluster, "all")
 
 
 def test_after_a_power_cut_the_masters_disk_is_lost(cluster):
     """Both slaves restarted, so an operator must confirm that no disk was put back and the master never returns."""
     master, *slaves = plans_of(cluster, "gone")
-    end(cluster, *(plan.hostname for plan in (master, *slaves)))
+    cluster.end(*(plan.hostname for plan in (master, *slaves)))
     lose(cluster, master)
-    begin(cluster, *(plan.hostname for plan in slaves))
-    until(lambda: all(state(cluster, plan) and state(cluster, plan).term for plan in slaves), "both slaves are back")
+    cluster.begin(*(plan.hostname for plan in slaves))
+    until(lambda: all(cluster.state(plan) and cluster.state(plan).term for plan in slaves), "both slaves are back")
     refused = qmq(cluster, "Failover", "gone")
     assert refused.returncode == REFUSED and "Failover --brokerGroup=gone --masterGone=true" in refused.stderr
     done = qmq(cluster, "RecoverGroup", "gone", gone=key(master))
     assert done.returncode == DONE and "LOST" not in done.stderr, done.stderr
     check_all_is_there(cluster, "gone")
-    begin(cluster, master.hostname)
-    until(lambda: slaves_in_sync(cluster, "gone") == 2, "an empty disk is filled")
+    cluster.begin(master.hostname)
+    cluster.wait_in_sync("gone")
 
 
 def test_old_database_copy_after_a_power_cut_is_recovered(tmp_path):
@@ -106,12 +95,12 @@ def test_old_database_copy_after_a_power_cut_is_recovered(tmp_path):
             live.backup(copy)
         for slave in slaves:
             cluster.swap_roles("g1", to=slave.hostname)
-            until(lambda: slaves_in_sync(cluster) == 2, "all follow it")
-        end(cluster, *(plan.hostname for plan in (master, *slaves)), "metaserver")
+            cluster.wait_in_sync()
+        cluster.end(*(plan.hostname for plan in (master, *slaves)), "metaserver")
         for name in database.parent.iterdir():
             name.unlink() if name.name.startswith(database.name) or name.suffix == ".json" else None
         shutil.copy(old, database)
-        begin(cluster, "metaserver", *(plan.hostname for plan in (master, *slaves)))
+        cluster.begin("metaserver", *(plan.hostname for plan in (master, *slaves)))
 
         def named():
             try:

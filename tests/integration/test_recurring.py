@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 import qmq
 import qmq.blocking
 from qmq import DelayOutcome, Message
-from tests.integration.cluster_world import WAIT_S, running, until
+from tests.integration.cluster_world import WAIT_S, shared_cluster, until
 
 YEARLY = {"cron": "0 0 1 1 *", "timezone": "Europe/Berlin"}
 """Tests reschedule the template like any delayed message, instead of waiting a year."""
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("run"), delay_groups=("d1", "d2"), lease_ms=60_000) as cluster:
-        cluster.wait_writable("g1", "d1", "d2")
-        yield cluster
-
-
-def client(cluster):
-    return {"metaserver": cluster.metaserver, "token": cluster.token, "app": "test"}
+cluster = shared_cluster(delay_groups=("d1", "d2"), lease_ms=60_000)
 
 
 async def pulled(cluster, subject, count):
     """Return the ids of `count` messages, and of any within the next second."""
     ids = []
-    async with qmq.Consumer(**client(cluster)).pull(subject, group="g", start="earliest") as puller:
+    async with qmq.Consumer(**cluster.client).pull(subject, group="g", start="earliest") as puller:
         while messages := await puller.pull(100, timeout=WAIT_S if len(ids) < count else 1):
             ids += [message.id for message in messages]
             await puller.ack(messages)
@@ -37,7 +27,7 @@ async def pulled(cluster, subject, count):
 
 
 async def test_occurrence_arrives_once_despite_killed_masters(cluster):
-    async with qmq.Producer(**client(cluster)) as producer:
+    async with qmq.Producer(**cluster.client) as producer:
         names = [f"n{at}" for at in range(10)]
         for name in names:
             await producer.put_recurring(Message("recur.kill", {"n": name}), name=name, **YEARLY)
@@ -56,7 +46,7 @@ async def test_occurrence_arrives_once_despite_killed_masters(cluster):
 
 
 async def test_schedule_survives_a_swap_and_ends_when_deleted(cluster):
-    async with qmq.Producer(**client(cluster)) as producer:
+    async with qmq.Producer(**cluster.client) as producer:
         await producer.put_recurring(Message("recur.swap"), name="a", owner="billing", **YEARLY)
         for group in ("d1", "d2"):
             await asyncio.to_thread(cluster.swap_roles, group)
@@ -69,7 +59,7 @@ async def test_schedule_survives_a_swap_and_ends_when_deleted(cluster):
 
 
 def test_operators_list_and_delete_schedules(cluster):
-    with qmq.blocking.Producer(**client(cluster)) as producer:
+    with qmq.blocking.Producer(**cluster.client) as producer:
         producer.put_recurring(Message("recur.tools"), name="a", **YEARLY)
         rows = until(lambda: cluster.manage("ListDelayed", subject="recur.tools")["messages"], "it is listed")
         assert [row["id"] for row in rows] == ["recurring:a"]

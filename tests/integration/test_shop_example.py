@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 
 import pytest
 
 from tests.integration.cluster_world import WAIT_S, until
+from tests.support.http import ask
 from tests.support.ports import free_ports, run_of_ports
 
 ROOT = Path(__file__).parents[2]
@@ -24,27 +23,22 @@ class Page:
 
     def __init__(self, port):
         self._url = f"http://127.0.0.1:{port}"
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def get(self, path):
-        with self._opener.open(self._url + path, timeout=WAIT_S) as answer:
-            return answer.read().decode()
+        return ask(self._url + path)
 
     def post(self, path):
-        with self._opener.open(urllib.request.Request(self._url + path, method="POST"), timeout=WAIT_S) as answer:
-            return json.loads(answer.read())
+        assert ask(self._url + path, "POST").is_success
 
     def state(self):
-        return json.loads(self.get("/state"))
+        return self.get("/state").json()
 
     def deaths(self):
         return {name: process["deaths"] for name, process in self.state()["processes"].items()}
 
     def is_up(self):
-        try:
-            return all(process["up"] for process in self.state()["processes"].values())
-        except OSError:
-            return False
+        answer = self.get("/state")
+        return answer and all(process["up"] for process in answer.json()["processes"].values())
 
 
 @pytest.fixture
@@ -66,7 +60,7 @@ def page(tmp_path):
 
 
 def test_each_paid_order_gets_a_single_ticket(page):
-    buttons = re.findall(r'data-post="([^"]+)"', page.get("/"))
+    buttons = re.findall(r'data-post="([^"]+)"', page.get("/").text)
     assert len(buttons) == 7
     deaths = 0
     for button in buttons:

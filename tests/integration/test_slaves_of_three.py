@@ -7,19 +7,7 @@ import shutil
 
 from qmq.deploy.control import read_copy
 from qmq.tools.inspect import inspect
-from tests.integration.cluster_world import (
-    all_are_equal,
-    begin,
-    consume_all,
-    data_of,
-    end,
-    log_of,
-    reasons,
-    running,
-    send_all,
-    slaves_in_sync,
-    state,
-)
+from tests.integration.cluster_world import running
 from tests.integration.test_readonly_of_three import remembered_end
 from tests.integration.test_recovery_of_three import key, lose, plans_of, qmq
 from tests.integration.tools_world import DONE, REFUSED
@@ -41,25 +29,25 @@ def test_diverged_slave_is_named_and_refilled(tmp_path):
     with running(tmp_path / "cluster", copies=3) as cluster:
         cluster.manage("AddNewSubject", subject="s.g1", tag="g1")
         master, kept, other = plans_of(cluster, "g1")
-        end(cluster, kept.hostname)
-        send_all(cluster, "s.g1", COUNT, name="lost")
-        acknowledged = state(cluster, master).log_end
+        cluster.end(kept.hostname)
+        cluster.send_all("s.g1", COUNT, name="lost")
+        acknowledged = cluster.state(master).log_end
         until(lambda: remembered_end(cluster) == acknowledged, "the metaserver remembers it")
-        end(cluster, master.hostname, other.hostname)
+        cluster.end(master.hostname, other.hostname)
         lose(cluster, master)
         report = tmp_path / "kept.json"
-        report.write_text(json.dumps(inspect(data_of(cluster, kept))))
+        report.write_text(json.dumps(inspect(cluster.data(kept))))
         words = {"gone": f"{key(master)},{key(other)}", "reports": report}
         refused = qmq(cluster, "RecoverGroup", "g1", **words)
         assert refused.returncode == REFUSED and "LOST: acknowledged at offsets" in refused.stderr, refused.stderr
         assert qmq(cluster, "RecoverGroup", "g1", "--acceptLoss", **words).returncode == DONE
-        begin(cluster, kept.hostname, master.hostname)
+        cluster.begin(kept.hostname, master.hostname)
         cluster.wait_writable()
-        send_all(cluster, "s.g1", COUNT, name="later")
-        begin(cluster, other.hostname)
-        until(lambda: reasons(cluster, other) == ["diverged"], "it says that it differs")
-        assert state(cluster, kept).writable and not reasons(cluster, kept)
-        send_all(cluster, "s.g1", COUNT, name="more")
+        cluster.send_all("s.g1", COUNT, name="later")
+        cluster.begin(other.hostname)
+        until(lambda: cluster.reasons(other) == ["diverged"], "it says that it differs")
+        assert cluster.state(kept).writable and not cluster.reasons(kept)
+        cluster.send_all("s.g1", COUNT, name="more")
         remedies = until(lambda: failed_checks(cluster, other), "Doctor names it")
         assert any("docs/runbook.md, diverged" in remedy for remedy in remedies.values()), remedies
         assert any("RecoverGroup" in remedy for remedy in remedies.values()), remedies
@@ -67,38 +55,38 @@ def test_diverged_slave_is_named_and_refilled(tmp_path):
         assert f"set aside the data directory of {key(other)}, stopped" in plan.stdout, plan.stdout + plan.stderr
         only_there = f"MAYBE LOST: s.g1, sequences {COUNT} to {2 * COUNT - 1} ({COUNT}): only {key(other)} has them"
         assert only_there in plan.stdout, plan.stdout
-        end(cluster, other.hostname)
-        aside = shutil.move(data_of(cluster, other), tmp_path / "aside")
-        begin(cluster, other.hostname)
-        until(lambda: slaves_in_sync(cluster) == 2 and all_are_equal(cluster), "it is filled again")
-        assert len(consume_all(cluster, "s.g1", "check", 3 * COUNT)) == 3 * COUNT
-        end(cluster, *(plan.hostname for plan in cluster.plan.brokers))
+        cluster.end(other.hostname)
+        aside = shutil.move(cluster.data(other), tmp_path / "aside")
+        cluster.begin(other.hostname)
+        until(lambda: cluster.slaves_in_sync() == 2 and cluster.all_are_equal(), "it is filled again")
+        assert len(cluster.consume_all("s.g1", "check", 3 * COUNT)) == 3 * COUNT
+        cluster.end(*cluster.hostnames)
         assert {f"lost-{at}" for at in range(COUNT)} <= {id for _, _, id in read_copy(aside).messages}
 
 
 def test_slave_with_a_full_disk_is_passed_over(tmp_path):
     with running(tmp_path / "cluster", copies=3, segment_bytes=SEGMENT_BYTES, disk_free_limit=0) as cluster:
-        until(lambda: slaves_in_sync(cluster) == 2, "both slaves are in sync")
-        master, slave = cluster.broker("g1", "master"), cluster.broker("g1", "slave")
-        data = data_of(cluster, slave)
-        end(cluster, slave.hostname)
+        cluster.wait_in_sync()
+        master, slave = cluster.pair()
+        data = cluster.data(slave)
+        cluster.end(slave.hostname)
         kept = shutil.move(data, tmp_path / "kept")
         with small_disk(data, mib=64):
             shutil.copytree(kept, data, dirs_exist_ok=True)
-            begin(cluster, slave.hostname)
-            until(lambda: slaves_in_sync(cluster) == 2 and (data / "reserve").is_file(), "in sync, with a reserve")
-            points, end_now = data / "points.json", state(cluster, master).log_end
+            cluster.begin(slave.hostname)
+            until(lambda: cluster.slaves_in_sync() == 2 and (data / "reserve").is_file(), "in sync, with a reserve")
+            points, end_now = data / "points.json", cluster.state(master).log_end
             until(lambda: points.is_file() and f" {end_now}," in points.read_text(), "it has written down that point")
             filler = fill(data)
-            send_all(cluster, "s", 400, size=10_000)  # several segments
-            assert state(cluster, master).writable and not reasons(cluster, master)
-            until(lambda: slaves_in_sync(cluster) == 1, "the full one is missed")
-            until(lambda: "No space left on device" in log_of(cluster, slave.hostname), "its write fails, so it ends")
-            pid = until(lambda: state(cluster, slave) and cluster.service(slave.hostname).pid, "it is there again")
-            send_all(cluster, "s", 400, size=10_000, name="more")
-            assert len(consume_all(cluster, "s", "g", 800)) == 800
-            assert cluster.service(slave.hostname).pid == pid, log_of(cluster, slave.hostname)[-3000:]
+            cluster.send_all("s", 400, size=10_000)  # several segments
+            assert cluster.state(master).writable and not cluster.reasons(master)
+            until(lambda: cluster.slaves_in_sync() == 1, "the full one is missed")
+            until(lambda: "No space left on device" in cluster.log_of(slave.hostname), "its write fails, so it ends")
+            pid = until(lambda: cluster.state(slave) and cluster.service(slave.hostname).pid, "it is there again")
+            cluster.send_all("s", 400, size=10_000, name="more")
+            assert len(cluster.consume_all("s", "g", 800)) == 800
+            assert cluster.service(slave.hostname).pid == pid, cluster.log_of(slave.hostname)[-3000:]
             filler.unlink()
-            until(lambda: slaves_in_sync(cluster) == 2 and all_are_equal(cluster), "it has caught up")
-            assert not reasons(cluster, slave)
-            end(cluster, slave.hostname)
+            until(lambda: cluster.slaves_in_sync() == 2 and cluster.all_are_equal(), "it has caught up")
+            assert not cluster.reasons(slave)
+            cluster.end(slave.hostname)

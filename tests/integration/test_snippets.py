@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster_world import running
+from tests.integration.cluster_world import shared_cluster
 from tests.support.snippets import snippets
 
 ROOT = Path(__file__).parents[2]
@@ -22,11 +22,7 @@ ELSEWHERE = {
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("cluster"), groups=("g1", "g2"), delay_groups=("d1",)) as cluster:
-        cluster.wait_writable("g1", "g2", "d1")
-        yield cluster
+cluster = shared_cluster(groups=("g1", "g2"), delay_groups=("d1",))
 
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"

@@ -268,22 +268,6 @@ def test_typed_token_is_warned_about():
         assert (typed.returncode, stub.tokens) == (DONE, [TOKEN]) and "stands in the process list" in typed.stderr
 
 
-def test_file_open_to_others_is_refused(tmp_path):
-    (file := tmp_path / "token").write_text(TOKEN)
-    file.chmod(0o644)
-    ended = run("ListBrokers", "127.0.0.1:1", token=None, token_file=file)
-    assert ended.returncode == USAGE and f"chmod 600 {file}" in ended.stderr and TOKEN not in ended.stderr
-
-
-@pytest.mark.parametrize("content", [None, "two\nlines"], ids=["missing", "lines"])
-def test_file_without_a_token_is_wrong_usage(tmp_path, content):
-    file = tmp_path / "token"
-    if content is not None:
-        file.write_text(content)
-    ended = run("ListBrokers", "127.0.0.1:1", token=None, token_file=file)
-    assert ended.returncode == USAGE and str(file) in ended.stderr
-
-
 def test_token_with_a_line_end_is_stripped(tmp_path):
     with Stub(lambda _: ok([])) as stub:
         assert run("ListMetaservers", stub.address, token="token\n").returncode == DONE

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
-from tests.integration.cluster_world import Probe, begin, consume_all, end, running, send_all, until
-from tests.integration.tools_world import DONE, REFUSED, run
+from tests.integration.cluster_world import Probe, shared_cluster, until
+from tests.integration.tools_world import DONE, REFUSED
 from tests.support.ports import free_ports
 
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("cluster"), groups=("g1", "g2")) as cluster:
-        yield cluster
-
-
-def tool(cluster, command, *words, metaserver=None, token=None, **options):
-    return run(command, metaserver or cluster.metaserver, *words, token=token or cluster.token, **options)
+cluster = shared_cluster(groups=("g1", "g2"))
 
 
 def data(cluster, command, *words, **options):
-    ended = tool(cluster, command, "--json", *words, **options)
+    ended = cluster.tool(command, "--json", *words, **options)
     assert ended.returncode == DONE, ended.stderr
     return json.loads(ended.stdout)["data"]
 
@@ -33,7 +23,7 @@ def lag(cluster, subject, group):
 
 
 def findings(cluster, **options):
-    ended = tool(cluster, "Doctor", "--json", **options)
+    ended = cluster.tool("Doctor", "--json", **options)
     return ended.returncode, json.loads(ended.stdout)
 
 
@@ -43,8 +33,8 @@ def failed(found):
 
 def test_lag_consumers_and_a_reset_that_works(cluster):
     """Weakness 33: QMQ's ResetOffset never sent a request."""
-    send_all(cluster, "order.changed", 40)
-    consume_all(cluster, "order.changed", "billing", 40)
+    cluster.send_all("order.changed", 40)
+    cluster.consume_all("order.changed", "billing", 40)
     assert lag(cluster, "order.changed", "billing") == 0
 
     def rates(name):
@@ -53,17 +43,17 @@ def test_lag_consumers_and_a_reset_that_works(cluster):
         ]
 
     until(lambda: any(rates("taken")) and any(rates("delivered")), "the masters' samples say so")
-    assert "DELIVERED/S" in tool(cluster, "Rates", brokerGroup="g1").stdout
-    shown = tool(cluster, "ResetOffset", "--yes", subject="order.changed", group="billing", to="earliest")
+    assert "DELIVERED/S" in cluster.tool("Rates", brokerGroup="g1").stdout
+    shown = cluster.tool("ResetOffset", "--yes", subject="order.changed", group="billing", to="earliest")
     assert shown.returncode == DONE and "billing continues in order.changed: earliest" in shown.stdout, shown.stderr
     assert lag(cluster, "order.changed", "billing") == 40
-    again = consume_all(cluster, "order.changed", "billing", 40)
+    again = cluster.consume_all("order.changed", "billing", 40)
     assert len({message for _, message in again}) == 40
-    tool(cluster, "ResetOffset", "--yes", subject="order.changed", group="billing", action=2)
+    cluster.tool("ResetOffset", "--yes", subject="order.changed", group="billing", action=2)
     assert lag(cluster, "order.changed", "billing") == 40
-    tool(cluster, "ResetOffset", "--yes", subject="order.changed", group="billing", action=1)
+    cluster.tool("ResetOffset", "--yes", subject="order.changed", group="billing", action=1)
     assert lag(cluster, "order.changed", "billing") == 0
-    consumers = tool(cluster, "Consumers", subject="order.changed").stdout
+    consumers = cluster.tool("Consumers", subject="order.changed").stdout
     assert consumers.splitlines()[1].split()[:2] == ["order.changed", "billing"]
 
 
@@ -71,12 +61,12 @@ def test_mark_waits_for_every_producer(cluster):
     with Probe(cluster) as probe:
         (client,) = data(cluster, "Clients", subject="probe")["clients"]
         assert client["produces"] and client["app"] == "test"
-        marked = tool(cluster, "MarkReadonly", "--yes", "--wait=20", brokerGroup="g1", subject="probe")
+        marked = cluster.tool("MarkReadonly", "--yes", "--wait=20", brokerGroup="g1", subject="probe")
         assert marked.stdout.splitlines()[1] == "no client holds the old route", marked.stderr
         sent = len(probe.receipts)
         until(lambda: len(probe.receipts) > sent + 20, "the probe goes on")
         assert {receipt.broker_group for receipt in probe.receipts[sent + 1 :]} == {"g2"}
-        assert tool(cluster, "UnMarkReadonly", "--yes", brokerGroup="g1", subject="probe").returncode == DONE
+        assert cluster.tool("UnMarkReadonly", "--yes", brokerGroup="g1", subject="probe").returncode == DONE
 
 
 def test_doctor_finds_a_healthy_cluster_ok(cluster):
@@ -107,16 +97,16 @@ def test_doctor_finds_a_healthy_cluster_ok(cluster):
 
 
 def test_doctor_names_the_broker_that_is_down(cluster):
-    end(cluster, "g2-b")
+    cluster.end("g2-b")
     until(lambda: not all(row["up"] for row in data(cluster, "ListBrokers")), "the metaserver notices")
     status, found = findings(cluster)
     (cause,) = (finding for finding in found if finding["level"] != "OK")
     assert status == REFUSED and cause["step"] == "brokers" and "g2-b" in cause["found"]
     assert "start it on 127.0.0.1" in cause["do"] and "ReplaceBroker --brokerGroup=g2 --role=1" in cause["do"]
-    text = tool(cluster, "Doctor", "--transitions").stdout
+    text = cluster.tool("Doctor", "--transitions").stdout
     assert "FAIL  brokers" in text and "1 to look at" in text
     assert "MATCHED -> IN_SYNC" in text and "FOLLOW -> FOLLOWING" in text and "LOST -> ABSENT" in text
-    begin(cluster, "g2-b")
+    cluster.begin("g2-b")
     until(lambda: findings(cluster)[0] == DONE, "all is well again")
 
 

@@ -77,8 +77,7 @@ def test_weakness_11_restarts_keep_a_group_down(world):
     """Weakness 11: after a restart, QMQ's metaserver never marks a silent group down."""
     for broker in world.brokers:
         end(broker, signal.SIGKILL)
-    for service in world.metaservers:
-        until(lambda url=service.url: not any(world.up(url).values()), f"{service.name} knows that both are down")
+    world.wait_all(lambda url: not any(world.up(url).values()), "knows that both are down")
     for service in world.metaservers:
         end(service, signal.SIGKILL)
     for service in world.metaservers:
@@ -88,8 +87,7 @@ def test_weakness_11_restarts_keep_a_group_down(world):
         assert not any(world.up(service.url).values()) and not world.writable(service.url)
     for broker in world.brokers:
         broker.start()
-    for service in world.metaservers:
-        until(lambda url=service.url: world.writable(url), f"g1 is writable at {service.name}")
+    world.wait_writable()
 
 
 def test_metaservers_agree_on_a_broker_of_the_other(world):
@@ -179,8 +177,7 @@ def apart(world):
     while len(heard_at()) < 2:
         end(world.brokers[1], signal.SIGTERM)
         world.brokers[1].start()
-        for service in world.metaservers:
-            until(lambda url=service.url: world.writable(url), f"g1 is writable at {service.name}")
+        world.wait_writable()
     engine.dispose()
     asyncio.run(_leave_some(world))
     return world

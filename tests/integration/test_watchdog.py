@@ -5,21 +5,12 @@ from __future__ import annotations
 import signal
 import time
 
-import pytest
-
 from qmq.settings import SECRET
-from tests.integration.cluster_world import WAIT_S, consume_all, running, until
-from tests.integration.tools_world import DONE, run
+from tests.integration.cluster_world import WAIT_S, running, until
+from tests.integration.tools_world import DONE
 from tests.integration.watchdog_world import Application, WatchdogProcess, register
 
 SUBJECT = "order.paid"
-
-
-@pytest.fixture
-def application(database_url):
-    made = Application(database_url)
-    yield made
-    made.close()
 
 
 def test_leftover_rows_are_sent_once_and_deleted(tmp_path, application):
@@ -29,7 +20,7 @@ def test_leftover_rows_are_sent_once_and_deleted(tmp_path, application):
         application.write_rows(["no JSON at all"])
         _register_as_documented(cluster, application.source, tmp_path / "password")
         until(lambda: application.count() == 0, "all rows are sent or parked")
-        got = consume_all(cluster, SUBJECT, "g", 2_501)
+        got = cluster.consume_all(SUBJECT, "g", 2_501)
         assert sorted(id for _, id in got) == sorted([*(f"m-{number}" for number in range(2_500)), "tagged"])
         [parked] = application.rows()
         assert parked.status == -2 and "no JSON" in parked.reason and parked.claim is None
@@ -53,7 +44,7 @@ def _register_as_documented(cluster, source, password):
         password.write_text(source.password or "none")
         password.chmod(0o600)
         words |= {"host": host, "port": port, "username": source.user, "password_file": password}
-    ended = run("AddDb", cluster.metaserver, "--yes", token=cluster.token, **words)
+    ended = cluster.tool("AddDb", "--yes", **words)
     assert ended.returncode == DONE, ended.stderr
 
 
@@ -87,7 +78,7 @@ def test_killed_leader_is_replaced_within_ten_seconds(tmp_path, application):
             assert min(took_s) < 10, "a pause of the machine may delay one of the two"
             application.write(SUBJECT, ["c"])
             until(lambda: application.count() == 0, "the leader sends")
-        got = consume_all(cluster, SUBJECT, "g", 3_101)
+        got = cluster.consume_all(SUBJECT, "g", 3_101)
         assert len({id for _, id in got}) == len(got) == 3_101
 
 
@@ -128,5 +119,5 @@ def test_databases_are_added_and_removed_at_runtime(tmp_path, application):
         other.write(SUBJECT, ["third"])
         until(lambda: other.count() == 0, "the other database is drained")
         assert application.count() == 1
-        assert sorted(id for _, id in consume_all(cluster, SUBJECT, "g", 3)) == ["first", "second", "third"]
+        assert sorted(id for _, id in cluster.consume_all(SUBJECT, "g", 3)) == ["first", "second", "third"]
     other.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.cluster_world import begin, consume_all, end, running, until
+from tests.integration.cluster_world import running, until
 from tests.integration.watchdog_world import Application, WatchdogProcess, register
 
 SUBJECT = "order.paid"
@@ -39,7 +39,7 @@ def test_lost_databases_are_drained_once_back(tmp_path, application, database_se
             other.write(SUBJECT, ["beside the one that hangs"])
             until(lambda: other.count() == 0, "the other database is drained, again")
         until(lambda: application.count() == 0, "the returned database is drained", timeout_s=60)
-        got = [id for _, id in consume_all(cluster, SUBJECT, "g", 3_002)]
+        got = [id for _, id in cluster.consume_all(SUBJECT, "g", 3_002)]
         assert len(got) == len(set(got)) == 3_002
     other.close()
 
@@ -53,15 +53,15 @@ def test_killed_masters_and_metaservers_cause_no_duplicates(tmp_path):
             until(lambda: application.count() < 5_000, "the first rows are sent")
             for group in ("g1", "g2", "g1"):
                 master = cluster.broker(group, "master").hostname
-                end(cluster, master)
-                begin(cluster, master)
-            end(cluster, "metaserver")
+                cluster.end(master)
+                cluster.begin(master)
+            cluster.end("metaserver")
             application.write(SUBJECT, names(100, "late"))
             until(lambda: not watchdog.is_leader, "without a metaserver the leader steps down")
             assert watchdog.health()["metaserver"]
-            begin(cluster, "metaserver")
+            cluster.begin("metaserver")
             until(lambda: watchdog.is_leader, "it leads again")
             until(lambda: application.count() == 0, "all is sent", timeout_s=60)
-        got = [id for _, id in consume_all(cluster, SUBJECT, "g", 5_100)]
+        got = [id for _, id in cluster.consume_all(SUBJECT, "g", 5_100)]
         assert len(got) == len(set(got)) == 5_100
     application.close()

@@ -24,17 +24,10 @@ from qmq.outbox.claims import (
 from qmq.outbox.statements import CLAIMS_MAX
 from qmq.watchdog.database import Outbox, Questions, open_source
 from tests.integration.cluster_world import until
-from tests.integration.watchdog_world import TABLE, Application
+from tests.integration.watchdog_world import TABLE
 
 SUBJECT = "order.paid"
 NOW, LATER = Due(None, 0), Due(None, 3_600_000)
-
-
-@pytest.fixture
-def application(database_url):
-    made = Application(database_url)
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import urllib.error
-import urllib.request
 from collections import Counter
 from contextlib import suppress
 from functools import partial
@@ -24,6 +22,7 @@ from qmq.errors import AccessError
 from qmq.worker.plan import Exit
 from qmq.worker.process import Run
 from tests.integration import cluster_world
+from tests.support.http import ask
 from tests.support.ports import free_ports
 from tests.support.waiting import WAIT_S, until
 
@@ -86,14 +85,8 @@ def launch(start, qmq_blocking_broker):
 
 def get(port, path):
     """Return the status and the text of a page; 0 while nothing listens."""
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-    except OSError:
-        return 0, ""
+    answer = ask(f"http://127.0.0.1:{port}{path}")
+    return (answer.status_code, answer.text) if answer else (0, "")
 
 
 def send(broker, *numbers, token=None):
@@ -188,7 +181,7 @@ def test_worker_loses_nothing_on_a_cluster(start, folder):
             send(cluster, *numbers, token=cluster.token)
             while_under_way()
             until(lambda: {number for _, number in trail("end")} >= set(numbers), f"{numbers} are handled")
-            until(lambda: cluster_world.open_messages(cluster, "order") == 0, "all are acked")
+            until(lambda: cluster.open_messages("order") == 0, "all are acked")
 
         def kill_one():
             until(lambda: set(trail("begin")) - set(trail("end")), "a message is handled")
@@ -201,11 +194,11 @@ def test_worker_loses_nothing_on_a_cluster(start, folder):
         handle(range(100))
         handle(range(100, 140), kill_one)
         until(lambda: get(port, "/ready")[0] == 200, "the process is replaced")
-        brokers = [plan.hostname for plan in cluster.plan.brokers]
-        cluster_world.end(cluster, *brokers)
+        brokers = cluster.hostnames
+        cluster.end(*brokers)
         status, reason = until(lambda: (page := get(port, "/ready"))[0] == 503 and page, "no broker is left")
         assert "not connected" in reason
-        cluster_world.begin(cluster, *brokers)
+        cluster.begin(*brokers)
         until(lambda: get(port, "/ready")[0] == 200, "the brokers are back")
         handle(range(140, 160))
         worker.send_signal(signal.SIGTERM)

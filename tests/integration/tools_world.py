@@ -95,6 +95,33 @@ def _talk(terminal, answer):
     return shown.replace("\r\n", "\n")
 
 
+class Replying(BaseHTTPRequestHandler):
+    """Handler with a short way to answer."""
+
+    def reply(self, content, status=200):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def served(handler):
+    """Serve requests by a thread; yield the address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
 class Stub:
     """Metaserver on a real port with given answers; it records the requests."""
 
@@ -102,14 +129,10 @@ class Stub:
         self.answer, self.asked, self.tokens = answer, [], []
         stub = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(Replying):
             def do_GET(self):
                 """Answer health and address; the gRPC port is the HTTP port."""
-                content = stub.address.encode() if self.path == "/meta/address" else b"ok"
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
+                self.reply(stub.address.encode() if self.path == "/meta/address" else b"ok")
 
             def do_POST(self):
                 if stub.answer is None:
@@ -119,27 +142,16 @@ class Stub:
                 words = dict(parse_qsl(body, keep_blank_values=True))
                 stub.asked.append(words)
                 stub.tokens.append(self.headers["X-Api-Token"])
-                content = json.dumps(stub.answer(words)).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
+                self.reply(json.dumps(stub.answer(words)).encode())
 
-            def log_message(self, *_):
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"127.0.0.1:{self._server.server_port}"
+        self._served = served(Handler)
 
     def __enter__(self):
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
-        self._thread.start()
+        self.address = self._served.__enter__()
         return self
 
-    def __exit__(self, *_):
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+    def __exit__(self, *error):
+        self._served.__exit__(*error)
 
     @property
     def done(self):
@@ -207,27 +219,11 @@ def answering(answer):
 def watchdog(answer):
     """Watchdog with this status and JSON answer; None: no answer."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Replying):
         def do_GET(self):
             if answer:
-                self.reply(*answer)
+                status, content = answer
+                self.reply(json.dumps(content).encode(), status)
 
-        def reply(self, status, content):
-            body = json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with served(Handler) as address:
+        yield address

@@ -7,8 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,20 +14,20 @@ from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
 import qmq
+from qmq.deploy import control
 from qmq.deploy.processes import suspend
 from qmq.outbox.row import encode_row
 from qmq.outbox.schema import create_statements
 from qmq.watchdog.database import READING, open_source
-from tests.integration import cluster_world
-from tests.integration.cluster_world import until
+from tests.integration.cluster_world import WAIT_S, until
 from tests.support.databases import source_of
+from tests.support.http import ask
 from tests.support.ports import free_ports
 
 KEY = "nBLTTCpvJX7S7PbZ1o0DqLuE4pQ3yJ7rZ0w3cJ3jX1A="
 TABLE = "qmq_msg_queue"
 ROOT = Path(__file__).parents[2]
 QUICK = {"lease_ms": 6000, "beat_ms": 200, "refresh_ms": 300, "scan_ms": 100, "stats_ms": 300}
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def _password(source):
@@ -111,27 +109,27 @@ class Application:
         return False
 
 
-class WatchdogProcess:
-    """Watchdog process with short intervals, unless other settings are given."""
+class HttpProcess:
+    """Process beside a cluster, with an HTTP port, settings and a log in a directory. It answers when it is entered.
 
-    def __init__(self, cluster, directory, name="w1", **settings):
+    `program`: arguments of `python -m`; `probe`: path that is answered, with any status, once the process serves.
+    """
+
+    program, probe = (), ""
+
+    def __init__(self, cluster, directory, name, **settings):
         directory.mkdir(parents=True, exist_ok=True)
         [self.port] = free_ports(1)
-        self.token, self.name = cluster.token, name
-        words = {"metaserver": cluster.metaserver, "token": cluster.token, "http_port": self.port, **QUICK, **settings}
-        config = directory / f"{name}.toml"
+        self.url, self.token, self.name = f"http://127.0.0.1:{self.port}", cluster.token, name
+        words = {"metaserver": cluster.metaserver, "http_port": self.port, **settings}
+        config, self.log = directory / f"{name}.toml", directory / f"{name}.log"
         config.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in words.items()))
-        self._log = (directory / f"{name}.log").open("ab")
-        self.log = directory / f"{name}.log"
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "qmq.watchdog", "--config", str(config)],
-            cwd=ROOT,
-            stdout=self._log,
-            stderr=self._log,
-        )
+        command = [sys.executable, "-m", *self.program, "--config", str(config)]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
 
     def __enter__(self):
-        until(lambda: self.health() is not None or self.process.poll() is not None, "the watchdog answers")
+        until(lambda: ask(self.url + self.probe) or self.process.poll() is not None, f"{self.name} answers")
         assert self.process.poll() is None, self.log.read_text()
         return self
 
@@ -140,10 +138,18 @@ class WatchdogProcess:
             self.process.send_signal(signal.SIGCONT)
             self.process.terminate()
         try:
-            self.process.wait(cluster_world.WAIT_S)
+            self.process.wait(WAIT_S)
         finally:
             self.process.kill()
-            self._log.close()
+
+
+class WatchdogProcess(HttpProcess):
+    """Watchdog process with short intervals, unless other settings are given."""
+
+    program, probe = ("qmq.watchdog",), "/health"
+
+    def __init__(self, cluster, directory, name="w1", **settings):
+        super().__init__(cluster, directory, name, token=cluster.token, **QUICK | settings)
 
     def pause(self, application):
         """Suspend the process, but not while it locks its database."""
@@ -154,12 +160,8 @@ class WatchdogProcess:
             suspend(self.process.pid)
 
     def health(self):
-        try:
-            return json.loads(self._get("/health"))
-        except urllib.error.HTTPError as error:
-            return json.loads(error.read())
-        except OSError:
-            return None
+        answer = ask(f"{self.url}/health")
+        return answer and answer.json()
 
     @property
     def is_leader(self):
@@ -167,14 +169,7 @@ class WatchdogProcess:
         return bool(health and health["leader"])
 
     def metrics(self):
-        lines = self._get("/metrics").decode().splitlines()
-        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+        return control.metrics(self.url, self.token)
 
-    def ask(self, path, *, method="GET", token=None):
-        return json.loads(self._get(path, method=method, token=token))
-
-    def _get(self, path, *, method="GET", token=None):
-        headers = {"X-Api-Token": self.token if token is None else token}
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", headers=headers, method=method)
-        with _DIRECT.open(request, timeout=cluster_world.WAIT_S) as answer:
-            return answer.read()
+    def ask(self, path):
+        return ask(f"{self.url}{path}", token=self.token).json()

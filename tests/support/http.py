@@ -1,4 +1,4 @@
-"""Shell. An HTTP server for fakes, on the event loop of the test: when it has stopped, nothing of it is open any more.
+"""Shell. Requests to processes, and a server for fakes on the event loop of the test, which leaves nothing open.
 
 A connection that is open when its loop ends is collected some time later, as a warning in the midst of another test.
 """
@@ -9,10 +9,28 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
+import httpx
+
 from qmq.descriptors import close_server
+from tests.support.waiting import WAIT_S
 
 Answer = Callable[[bytes], tuple[str, bytes]]
 """Function from a request's head to status and body."""
+
+
+def ask(url: str, method: str = "GET", *, token: str = "") -> httpx.Response | None:
+    """Return the answer of a process; None while nothing listens."""
+    try:
+        headers = {"X-Api-Token": token} if token else {}
+        return httpx.request(method, url, headers=headers, trust_env=False, timeout=WAIT_S)
+    except httpx.TransportError:
+        return None
+
+
+def is_served(url: str) -> bool:
+    """Whether a process answers with success."""
+    answer = ask(url)
+    return answer is not None and answer.is_success
 
 
 class HttpServer:
