@@ -621,6 +621,18 @@ def test_next_frame_before_the_log_is_its_first():
     assert copy.log.stored.next_frame(0) == copy.log.start == copy.log.stored.next_frame(copy.log.start - 8)
 
 
+def test_unflushed_frames_stay_in_the_tail():
+    """The disk may lack them: shipping them from disk would send older bytes."""
+    copy = Copy(tail_bytes=0)
+    flushed = copy.begin_epoch()
+    commit = copy.log.take_commit()
+    copy.log.perform(commit)
+    waiting = copy.messages("a")
+    copy.log.flushed(commit)
+    assert copy.log.tail_frames(flushed.offset, 1 << 20) is None
+    assert copy.log.tail_frames(waiting.offset, 1 << 20) is not None
+
+
 def test_damaged_header_is_found_with_few_reads():
     copy, frames = a_log(*[20_000] * 40)
     copy.disk.flip(log_name(0), 8 * (frames[3].offset + 88))  # its subject

@@ -113,6 +113,8 @@ def test_waiting_master_refuses_a_swap():
 def test_swap_cancelled_in_the_promised_term():
     group = group_at_rest()
     group.a.node.changes.prepare_swap(1, HOLD_MS)
+    group.wait(HOLD_MS + 1)
+    assert group.a.node.writable
     group.a.node.changes.promise_swap(2)
     assert group.a.node.identity.value.promised == 2 and group.a.node.quiet_ms() == QUIET_MS
     group.a.wait(10 * HOLD_MS)
