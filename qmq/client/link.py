@@ -53,8 +53,8 @@ class Link:
         self._app = app
         self._woken = asyncio.Event()
         self._failures = 0
-        self.progress_s: float = 0.0
-        """Time of the last answer, or of the first request since the connection was idle. Set by the owner."""
+        self._progress_at = 0.0
+        """Time of the last answer, or of the first request since the connection was idle."""
         self._unsent_bytes = 0
 
     @property
@@ -78,6 +78,10 @@ class Link:
         if self.connection is not None:
             self.connection.close(reason)
 
+    def progressed(self, now_s: float) -> None:
+        """Record an answer, or the first request since the connection was idle."""
+        self._progress_at = now_s
+
     def is_late(self, now_s: float, timeout_s: float) -> bool:
         """Return whether a request has waited for so long without an answer, and the broker took no bytes of it.
 
@@ -85,9 +89,9 @@ class Link:
         """
         unsent_bytes = 0 if self.connection is None else self.connection.unsent_bytes
         if unsent_bytes < self._unsent_bytes:
-            self.progress_s = now_s
+            self._progress_at = now_s
         self._unsent_bytes = unsent_bytes
-        return now_s - self.progress_s > timeout_s
+        return now_s - self._progress_at > timeout_s
 
     async def run(self) -> None:
         """Connect and reconnect until cancelled."""

@@ -215,7 +215,7 @@ class NumberedSender:
 
     def _transmit(self, group: _Group, connection: Connection, batch: NumberedBatch, flight: _Flight) -> None:
         if not group.flights:
-            group.link.progress_s = self._loop.time()
+            group.link.progressed(self._loop.time())
             self._has_work.set()
         group.flights[flight] = None
         group.bytes_in_flight += flight.size
@@ -232,7 +232,7 @@ class NumberedSender:
 
     def _answered(self, group: _Group, connection: Connection, flight: _Flight, answer: memoryview | QmqError) -> None:
         name, now_ms = group.link.broker_group, self._now_ms()
-        group.link.progress_s = self._loop.time()
+        group.link.progressed(self._loop.time())
         if connection.is_open:
             group.breaker.answered()
         elif group.breaker.failed(now_ms):

@@ -312,8 +312,7 @@ class Producer:
     def _senders(self) -> Senders:
         if self._open_senders is None or self._is_closing:
             raise self._not_open()
-        if asyncio._get_running_loop() is not self._loop:
-            check_loop("the producer", self._loop)
+        check_loop("the producer", self._loop)
         return self._open_senders
 
     @property

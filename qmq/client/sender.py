@@ -461,7 +461,7 @@ class Sender:
         connection = group.link.connection
         assert connection is not None
         if group.batches.load == 1:
-            group.link.progress_s = self._loop.time()
+            group.link.progressed(self._loop.time())
         header = commands.produce_header(
             self._producer_id, batch.number, len(batch.ids), batch.crc, batch.subject, batch.flags
         )
@@ -470,7 +470,7 @@ class Sender:
     # Answers.
 
     def _answered(self, group: _Group, connection: Connection, batch: Batch, answer: memoryview | QmqError) -> None:
-        group.link.progress_s = self._loop.time()
+        group.link.progressed(self._loop.time())
         if connection.is_open:
             group.breaker.answered()
         elif group.breaker.failed(now_ms := self.now_ms()):

@@ -85,7 +85,7 @@ class Connection(asyncio.BufferedProtocol):
         try:
             packets = self._reader.received(nbytes)
             for packet in packets:
-                if packet.flag & RESPONSE:
+                if packet.is_response:
                     self._answered(packet)
                 else:
                     self._handler.packet_received(self, packet)
