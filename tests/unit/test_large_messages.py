@@ -83,13 +83,13 @@ def test_connection_writes_a_large_part_by_itself():
 def test_broker_that_takes_bytes_is_not_silent():
     link = Link("g1", owner=SimpleNamespace(), routing=SimpleNamespace(), token="t", app="a")  # type: ignore[arg-type]
     link.connection = connection = SimpleNamespace(unsent_bytes=100)  # type: ignore[assignment]
-    link.progress_s = 0.0
+    link.progressed(0.0)
     assert not link.is_late(4.0, 5.0)
     connection.unsent_bytes = 50
     assert not link.is_late(6.0, 5.0) and not link.is_late(11.0, 5.0)
     connection.unsent_bytes = 70  # the application sends more, and the broker takes nothing
     assert link.is_late(11.1, 5.0)
-    link.progress_s = 11.2
+    link.progressed(11.2)
     assert not link.is_late(16.0, 5.0)
 
 
