@@ -217,6 +217,18 @@ def test_retention_keeps_frames_that_the_master_restores():
     assert group.a.node.writable and group.a.log.end == group.b.log.end
 
 
+def test_master_restores_the_rest_after_retention():
+    group = a_master_restoring_in_pieces()
+    group.cut()
+    taken_end = group.a.log.end
+    while group.b.log.start <= taken_end:
+        group.b.drop_oldest_segment()
+    group.connect()
+    settle_slowly(group)
+    assert group.a.node.writable and equal(group)
+    assert group.a.log.start == group.b.log.start > taken_end
+
+
 @pytest.mark.parametrize("role", [Role.MASTER, Role.SLAVE])
 def test_refilled_copy_is_master_only_when_complete(role):
     group = filled(tail_bytes=0, catch_up_bytes_per_s=20_000)

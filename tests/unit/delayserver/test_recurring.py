@@ -148,6 +148,19 @@ def test_latest_missed_occurrence_is_sent():
     assert times(copies)[3:] == ["2023-11-14T23:55"]
 
 
+@pytest.mark.slow
+def test_many_due_schedules_are_sent_once():
+    copies, producer = a_group()
+    for at in range(240):
+        size = 600 if at % 7 == 0 else 1
+        producer.recur("put", f"n{at}", subject=f"s{at % 3}", cron="* * * * *", properties={"x": "y" * size})
+        copies.run(100)
+    run_until(copies, "2023-11-14T22:16")
+    sent = len(copies.senders.delivered())
+    run_until(copies, "2023-11-14T22:18")
+    assert len(copies.senders.delivered()) - sent == 480 and len(set(copies.senders.delivered())) == sent + 480
+
+
 def test_put_replaces_the_schedule_of_its_name():
     copies, producer = a_group()
     put(copies, producer, "a", cron="* * * * *")
