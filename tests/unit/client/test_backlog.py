@@ -265,6 +265,18 @@ def test_lost_batches_are_repeated_in_order():
     assert group.room_bytes() > 0
 
 
+def test_repeats_wait_for_room_in_the_window():
+    group = GroupBatches(in_flight_max=8)
+    group.limits = Limits(packet_bytes_max=10_000, window_bytes=1_200)
+    batches = [batch_of(size=500) for _ in range(3)]
+    for batch in batches:
+        group.admit(batch)
+    lose(group)
+    assert [group.next_repeat(), group.next_repeat(), group.next_repeat()] == [batches[0], batches[1], None]
+    store(group, batches[0])
+    assert group.next_repeat() is batches[2]
+
+
 def test_foreign_batch_releases_no_number():
     one, other = GroupBatches(in_flight_max=8), GroupBatches(in_flight_max=8)
     moved, sent = batch_of(), batch_of(size=500)
