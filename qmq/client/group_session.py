@@ -530,11 +530,11 @@ class GroupSession:
         """Announce that a handler begins with this message; return the answer to wait for, or None without a
         connection.
 
-        Earlier decisions are sent first. Otherwise messages whose acks are lost in a crash of this handler would count
-        as suspected too, each time.
+        Earlier decisions are sent first, all of them, however many are without an answer. Otherwise messages whose acks
+        are lost in a crash of this handler would count as begun too, each time.
         """
         self._urgent.add(Urgency.SWEEP)
-        self._send()
+        self._send(in_flight_max=None)
         connection, here = self._link.connection, self._life.now
         if connection is None or not isinstance(here, Subscribed) or not here.takes_begins or piece.is_dropped:
             return None
@@ -644,20 +644,24 @@ class GroupSession:
         self._urgent.add(Urgency.SWEEP)
         self._send()
 
-    def _send(self) -> None:
-        """Send acks, then nacks. Acks are never refused for now, and nacked messages come later anyway."""
+    def _send(self, in_flight_max: int | None = REQUESTS_IN_FLIGHT) -> None:
+        """Send acks, then nacks. Acks are never refused for now, and nacked messages come later anyway.
+
+        Args:
+            in_flight_max: acks, and nacks, without an answer; None: any number.
+        """
         self._send_timer = None
         here, unacked = self._life.now, self.unacked
         if not isinstance(here, Subscribed):
             return
-        while self._life.now is here and here.acks < REQUESTS_IN_FLIGHT:
+        while self._life.now is here and (in_flight_max is None or here.acks < in_flight_max):
             if (ack := unacked.next_ack(everything=bool(self._urgent))) is None:
                 self._urgent.discard(Urgency.SWEEP)
                 break
             here.acks += 1
             body = commands.encode_ack(Ack(here.subscription, ack.ranges))
             self._request(Command.ACK, body, partial(self._acked, ack))
-        while self._life.now is here and here.nacks < REQUESTS_IN_FLIGHT:
+        while self._life.now is here and (in_flight_max is None or here.nacks < in_flight_max):
             if (nack := unacked.next_nack(int(self._loop.time() * 1000))) is None:
                 break
             here.nacks += 1

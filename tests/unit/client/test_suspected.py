@@ -8,6 +8,7 @@ import pytest
 
 import qmq
 from qmq.errors import InvalidAck
+from qmq.remoting.commands import Command
 from tests.support.waiting import consuming, until_async
 from tests.unit.client.world import LocalMetaserver, cancelled, consumer_of, fill, handled_by, ns
 
@@ -50,6 +51,23 @@ async def test_acks_precede_a_suspected_message(consumer, broker):
     async with consuming(consumer):
         await until_async(lambda: len(acked) == 5)
     assert acked == list(range(5))
+
+
+async def test_slow_acks_precede_a_suspected_message(consumer, broker):
+    """Regression: beside a slow disk, acks beyond those in flight waited, and their messages died with a neighbour."""
+    broker.suspected = set(range(8))
+    broker.holds.add(Command.ACK)
+    fill(broker, range(8), apart=True)
+    sent = []
+
+    @consumer.listen("a", group="g", start="earliest")
+    async def handle(message: qmq.ReceivedMessage) -> None:
+        sent.append(len(broker.held))
+
+    async with consuming(consumer):
+        await until_async(lambda: len(sent) == 8)
+        broker.release()
+    assert sent == list(range(8))
 
 
 async def test_puller_gets_suspected_messages_singly(metaserver, broker):
