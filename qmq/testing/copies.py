@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -46,30 +46,6 @@ class Clock:
 
     def monotonic_ms(self) -> int:
         return time.monotonic_ns() // 1_000_000 + self.skipped_ms
-
-
-class Looks:
-    """Looks at the state after steps of the cores while a test waits: once for all events of a turn of the loop.
-
-    Args:
-        conditions: those that tests wait for.
-        look: checks them.
-    """
-
-    def __init__(self, conditions: Sized, look: Callable[[], None]) -> None:
-        self._conditions = conditions
-        self._look = look
-        self._is_due = False
-
-    def happened(self) -> None:
-        """Look soon."""
-        if self._conditions and not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self._look_now)
-
-    def _look_now(self) -> None:
-        self._is_due = False
-        self._look()
 
 
 class Copy(Generic[M]):

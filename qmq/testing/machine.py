@@ -20,7 +20,7 @@ from qmq.errors import NotServed, QmqError
 from qmq.message import Message
 from qmq.remoting.commands import Command
 from qmq.testing.conditions import Condition, GroupProgress, progress_of
-from qmq.testing.copies import Acceptor, Clock, Copies, Copy, Looks
+from qmq.testing.copies import Acceptor, Clock, Copies, Copy
 from qmq.testing.metaserver import Metaserver
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ class Machine:
         self.metaserver: Metaserver = Metaserver(group, self._open_delays)
         self._clock = Clock()
         self._conditions: list[Condition] = []
-        self._looks = Looks(self._conditions, self._look)
         self._failure: Exception | None = None
         self._readonly: frozenset[str] = frozenset()
         self._delays: Delays | None = None
@@ -61,7 +60,7 @@ class Machine:
                 name,
                 settings=settings,
                 clock=self._clock,
-                happened=self._looks.happened,
+                happened=self._happened,
                 failed=self._failed,
                 promote=partial(BrokerMaster, settings=settings, counters=Counters()),
             )
@@ -72,6 +71,7 @@ class Machine:
             for copy in self._copies.copies
         }
         self._lease_ms = settings.lease_ms
+        self._looks_soon = False
         self._ticking = asyncio.ensure_future(self._tick())
 
     async def open(self) -> None:
@@ -104,7 +104,7 @@ class Machine:
                 delays = Delays(
                     self._copies,
                     clock=self._clock,
-                    happened=self._looks.happened,
+                    happened=self._happened,
                     failed=self._failed,
                     refusals=self.refusals,
                 )
@@ -194,7 +194,7 @@ class Machine:
 
     def watch(self, condition: Condition) -> Condition:
         self._conditions.append(condition)
-        self._looks.happened()
+        self._happened()
         return condition
 
     def give_up(self, condition: Condition, timeout: float) -> str:
@@ -204,8 +204,14 @@ class Machine:
         found = self.progress_of(condition.subject, condition.group).text(self._clock.now_ms())
         return f"not {condition.text} within {timeout} s; {found}"
 
+    def _happened(self) -> None:
+        """Check the conditions soon, once for all events of this turn of the loop."""
+        if self._conditions and not self._looks_soon:
+            self._looks_soon = True
+            asyncio.get_running_loop().call_soon(self._look)
+
     def _look(self) -> None:
-        """Check the conditions."""
+        self._looks_soon = False
         if not self._copies.is_ready:
             return
         for condition in list(self._conditions):
