@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import gc
 import inspect
 import logging
 import re
 import sys
 import threading
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from textwrap import dedent
 from unittest.mock import patch
@@ -42,7 +42,21 @@ def is_program(text):
 
 
 @contextmanager
-def consumers_stop(text, decisions=1):
+def recorded_consumers():
+    """Yield a list of the consumers, filled as the snippets make them."""
+    consumers, begin = [], qmq.Consumer.__init__
+
+    @wraps(begin)
+    def begin_recorded(consumer, **options):
+        begin(consumer, **options)
+        consumers.append(consumer)
+
+    with patch.object(qmq.Consumer, "__init__", begin_recorded):
+        yield consumers
+
+
+@contextmanager
+def consumers_stop(consumers, text, decisions=1):
     """Stop each consumer as by Ctrl-C, when it has done what its page shows."""
     ended, decided = threading.Event(), []
 
@@ -51,7 +65,7 @@ def consumers_stop(text, decisions=1):
 
     def stop():
         while not ended.wait(TICK_S):
-            for consumer in [found for found in gc.get_objects() if isinstance(found, qmq.Consumer)]:
+            for consumer in tuple(consumers):
                 is_connected = consumer.listeners and consumer.health.state is HealthState.CONNECTED
                 if is_connected and (len(decided) >= decisions or "earliest" not in text):
                     consumer.stop()
@@ -86,11 +100,11 @@ def main(page, decisions):
     listening = logging.Handler(logging.WARNING)
     listening.emit = records.append
     logging.getLogger("qmq").addHandler(listening)
-    with asyncio.Runner() as runner:
+    with asyncio.Runner() as runner, recorded_consumers() as consumers:
         for line, text in snippets(page) if page.suffix == ".md" else [(1, page.read_text())]:
             place = f"{page.name}:{line}"
             print(place, flush=True)
-            with consumers_stop(text, decisions):
+            with consumers_stop(consumers, text, decisions):
                 if is_program(text):
                     run(text, place)
                 else:
