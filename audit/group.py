@@ -94,7 +94,7 @@ def _audit_wave(executors: Executors, wave: Sequence[Audit], options: Options, k
     _read_and_judge(executor, wave, options)
     each(wave, lambda audit: _judge(audit, options))
     _compare(executor, wave, options)
-    each(wave, lambda audit: _conclude(audit, options))
+    each(wave, lambda audit: conclude(audit, options))
     for audit in wave:  # each with Spark's own tasks, so one after the other
         each([audit], lambda audit: _account_for_delays(executors, audit, known, options))
         each([audit], lambda audit: _check_journal(executors, audit, options))
@@ -242,10 +242,14 @@ def _pair(audit: Audit, name: str, options: Options) -> Pair:
     )
 
 
-def _conclude(audit: Audit, options: Options) -> None:
-    """Check that every difference has a finding, and that all due bytes were read."""
+def conclude(audit: Audit, options: Options) -> None:
+    """Check that every difference has a finding, and that all due bytes were read.
+
+    Damage repaired between the two readings explains a difference that the second one does not see.
+    """
     result, differing = audit.result, audit.differing(options.piece_bytes)
     if differing:
+        add_reported_damage(audit.group, result)
         explain_pieces(differing, result)
         leave_out_consequences(result)
     check_all_was_read(result)

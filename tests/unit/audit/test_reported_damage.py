@@ -11,11 +11,12 @@ import grpc
 import pytest
 
 from qmq.audit.copies import Description, open_copy, place_options
-from qmq.audit.findings import FindingKind
-from qmq.audit.group import add_reported_damage
+from qmq.audit.findings import PIECE, FindingKind
+from qmq.audit.group import add_reported_damage, conclude
 from qmq.audit.inspection import describe_findings
-from qmq.audit.results import Group, Result
+from qmq.audit.results import Group, GroupAnswer, Result
 from qmq.audit.verdict import count_repaired
+from qmq.audit.wave import Audit, Options
 from qmq.proto import qmq_pb2, qmq_pb2_grpc
 from tests.unit.audit.logs import LogWriter
 from tests.unit.audit.served import serving
@@ -57,6 +58,17 @@ def test_damage_met_since_is_a_finding_once(
     add_reported_damage(group, result)
     found = {(row["what"], row["copy"], row["offset"], row["end"], row["text"]) for row in result.findings[1:]}
     assert found == {("damaged", "slave", *range_) for range_ in (UNSEEN, *again)}
+
+
+def test_damage_repaired_between_readings_explains_the_difference(broker: tuple[Broker, str]) -> None:
+    fake, address = broker
+    group, result = began(address)
+    result.watermark = result.logs["slave"].end
+    answer = GroupAnswer(("slave",))
+    answer.take("slave", PIECE, {"begin": 0, "end": 1_000, "apart": True, "due_bytes": 1_000})
+    fake.damaged.append(UNSEEN)
+    conclude(Audit(group, result, answer=answer), Options())
+    assert result.found == {FindingKind.DAMAGED: 1}
 
 
 def test_restarted_or_absent_broker_has_met_nothing(broker: tuple[Broker, str]) -> None:
