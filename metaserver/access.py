@@ -1,4 +1,4 @@
-"""Core. Tokens: check one, make one, and the rights of its row.
+"""Core. API tokens: how they are made and checked, and the rights of their rows.
 
 A token reads `qmq_<id>_<secret>`. Its row is found by the id and holds a salted hash of the secret. One round of BLAKE2
 is enough: the secret is 256 random bits.
@@ -117,8 +117,8 @@ class Access:
     """Valid tokens. Created by main; used on the loop; `replace` follows each change of the table.
 
     Args:
-        lost_because: returns the reason why the table may lack valid tokens, or "". Clients end by a rejected token, so
-            an unknown one is not rejected then.
+        lost_because: returns the reason why the table may lack valid tokens, or "". Clients stop when their token is
+            rejected, so an unknown token is then answered with NotServed.
     """
 
     def __init__(self, cluster_tokens: Iterable[Token], lost_because: Callable[[], str] = lambda: "") -> None:
@@ -135,7 +135,7 @@ class Access:
         self._tokens = {token.id: token for token in tokens}
 
     def check(self, text: str | bytes | None, *, now_ms: int, peer: str = "") -> Caller:
-        """Return the holder of a token, in constant time for wrong ones.
+        """Return the holder of a token. Wrong tokens are rejected in constant time.
 
         Args:
             now_ms: milliseconds since 1970.

@@ -287,7 +287,7 @@ class ReplicaState:
     in_sync: bool = False
     """From a slave: since its process began, it has reached the end of the log of this term's master."""
     promised_term: int = 0
-    """Term up to which it promised to follow no older master and to be none."""
+    """Promised term: the broker follows no master of an older term, and is none."""
     last_term: int = 0
     last_boot: int = 0
     """Epoch of the last frame of its log."""
@@ -364,7 +364,7 @@ class MetaserverRow:
     http_address: str
     grpc_address: str
     beat: int
-    """Raised about once a second. Readers measure it with their own clocks."""
+    """Raised about once a second. Readers measure its pauses with their own clocks."""
     version: str
 
 

@@ -121,7 +121,9 @@ ANSWER_BYTES_MAX = 1 << 30
 
 
 class CallFailed(Exception):
-    """Call without an answer of a metaserver. `sent`: the action may have been carried out."""
+    """Call that got no answer of a metaserver. `sent`: the request left this machine, so the action may have been
+    carried out.
+    """
 
     def __init__(self, text: str, *, sent: bool) -> None:
         super().__init__(text)

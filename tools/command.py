@@ -64,7 +64,7 @@ class Option:
     """Name of the metaserver's parameter, if different."""
     choices: tuple[str, ...] = ()
     alone: str = ""
-    """Value of the option when it stands without one."""
+    """Value of an option that is typed without one."""
     local: bool = False
     """Used by the tool itself and not sent."""
     unless: Callable[[Words], bool] = lambda _: False
@@ -95,7 +95,9 @@ class Command:
     has_details: bool = False
     """The metaserver answers QMQ's fields, and all fields on request."""
     timeout_s: float = 0
-    """Longer than the metaserver takes at most, waits for database and brokers included; 0: the usual time."""
+    """Limit for the answer, above the longest time of the metaserver with its waits for database and brokers; 0: the
+    usual limit.
+    """
     keep: Callable[[Any], tuple[str, dict[str, Any]]] | None = None
     """Return the text for the file of a PATH option, and the part of the result that is still shown."""
     runs: str = ""
@@ -105,7 +107,7 @@ class Command:
     is_local: bool = False
     """Reads files of this machine only; needs neither metaserver nor token."""
     needs: Callable[[Words], str] = lambda _: ""
-    """Return the fault of these words together, or an empty text."""
+    """Return the fault in the combination of these words, or an empty text."""
 
     @property
     def asks(self) -> str:
@@ -172,7 +174,7 @@ _ALONE = {Value.FLAG: "true", Typed.SECONDS: "60"}
 
 
 def _option(parameter: Parameter, secret_unless: Callable[[Words], bool]) -> Option:
-    """Make the option of a parameter. The tool sends defaults of names, as QMQ's do; its help shows the others."""
+    """Make the option of a parameter. Only defaults of names are sent, as QMQ's tools do; the help shows the others."""
     kind = Kind.SECRET if parameter.secret else _KINDS.get(parameter.kind, Kind.TEXT)
     default = parameter.default if parameter.kind in (Value.NAME, Value.PATTERN) else ""
     help = parameter.description + _TYPED_HELP.get(parameter.typed, "")

@@ -111,7 +111,7 @@ Steps = Generator[Finding, None, bool]
 
 
 def examine(address: Address, ask: Ask, token: str = "", *, transitions: bool = False) -> Iterator[Finding]:
-    """Check everything that is reachable; steps that depend on a failed one are skipped.
+    """Yield the findings of all steps, except steps that depend on a failed one.
 
     Args:
         token: for the brokers' metrics.

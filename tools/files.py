@@ -27,7 +27,7 @@ class NoInput(Exception):
 
 
 def read_token(typed: str | None, path: str | None) -> Token:
-    """Return the API token, or an empty text. A file is read again later.
+    """Return the API token, or an empty text. A token from a file follows changes of that file.
 
     Tried in this order: command line (QMQ's way), file or standard input, QMQ_TOKEN, file named by QMQ_TOKEN_FILE.
     """

@@ -18,7 +18,7 @@ CLOCK_WARN_MS, CLOCK_FAIL_MS = 2_000, 60_000
 DUE_AGE_S_MAX = 30.0
 """Limit for the time that a delayed message is due and not sent."""
 CLOCK_OFF_S_MAX = 1.0
-"""Equal to the setting clock_alarm_ms of delay servers; their log reports it from there on."""
+"""Default of the setting clock_alarm_ms, from which the log of a delay server reports its clock."""
 
 
 LAG_FINE_BYTES = 64 << 20

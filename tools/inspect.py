@@ -31,7 +31,7 @@ class _InUse(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a report. Exit status: 0, or 1 without a report, 2 for wrong usage."""
     options = _parser().parse_args(arguments)
-    logging.disable(logging.CRITICAL)  # The report has the recovery's messages.
+    logging.disable(logging.CRITICAL)  # The report repeats what recovery logs.
     try:
         found = inspect(options.directory, verify=options.verify, above=options.above)
     except (NoCopy, _InUse, DiskFailed, OSError) as error:

@@ -1,7 +1,7 @@
 """Shell. RecoverGroup: reads the state of every copy of a group, chooses the copy that becomes the master, promotes it.
 
 A copy runs, or its disk is at hand (`qmq inspect --json`), or the operator declares it gone for good. A copy that is
-only silent blocks the decision: it may be the one that holds everything.
+only silent blocks the decision, because it may hold every acknowledged message.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from qmq.types import MASTERS, Role
 
 RUNS, ON_DISK, GONE, SILENT, OTHER = "runs", "on disk", "gone", "silent", "other directory"
 MISSED = frozenset({SILENT, OTHER})
-"""Silent: its disk may be lost or not."""
+"""States of a copy with unknown contents: its disk may be lost or not."""
 SERIOUS = frozenset({"rolled_back", "file_damaged", "empty"})
 """Troubles that rule a copy out as master unless others confirm it."""
 INCOMPLETE = "incomplete"
-"""Of a slave: it was never filled, and may be empty."""
+"""Trouble of a slave that was never filled and may be empty."""
 PARTED = "diverged"
-"""Of a slave: it confirmed frames that the master's log lacks. Either of the two may hold the acknowledged ones."""
+"""Trouble of a slave that confirmed frames that the master's log lacks. Either log may hold the acknowledged ones."""
 REFILLED = frozenset({"rolled_back", "empty"})
-"""Of a master: troubles that end once the other copy is there."""
+"""Troubles of a master that end by themselves once it reaches another copy."""
 
 ASIDE = "set aside the data directory of "
 """Beginning of the step for a slave with a different copy."""
@@ -79,19 +79,19 @@ class Copy:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether the copy can be the master's: no troubles, independent of the former master's."""
+        """Whether the copy can become the master's: its only trouble may be frames that the former master lacks."""
         return self.is_there and set(self.troubles) <= {PARTED}
 
     @property
     def reach(self) -> tuple[tuple[int, int], int]:
-        """Order among copies of one log: the highest has most. A longer log of an older epoch has less."""
+        """Sort key of copies of one log; the greatest copy has most. A longer log of an older epoch has less."""
         return self.epoch, self.end or 0
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Messages of a subject that a copy has and the chosen copy lacks; sequences are inclusive. `only_at`: that copy,
-    if it is unclear whether they were acknowledged.
+    """Messages of a subject that another copy has and the chosen copy lacks; sequences are inclusive. `only_at`: that
+    other copy, if it is unclear whether the messages were acknowledged.
     """
 
     subject: str
@@ -106,7 +106,7 @@ class Decision:
     """Steps of a recovery, its command, and its losses."""
 
     steps: tuple[str, ...]
-    """In this order; the last ones follow the command."""
+    """Steps in order; the last ones follow the command."""
     keeps: Copy | None = None
     command: str = ""
     """Command that changes a role; empty if no role changes."""
@@ -114,10 +114,10 @@ class Decision:
     """Options of the command."""
     lost: tuple[Lost, ...] = ()
     lost_offsets: tuple[int, int] | None = None
-    """Acknowledged and in no remaining copy: half-open offsets of the log."""
+    """Half-open log offsets that were acknowledged and are in no remaining copy."""
     needs_acceptance: bool = False
     maybe_lost: tuple[Lost, ...] = ()
-    """For copies that differ: acknowledged only if a disk lied."""
+    """Messages of copies that differ; they were acknowledged only if a disk lost fsynced frames."""
 
 
 def read_copies(
@@ -230,8 +230,8 @@ def decide(copies: Sequence[Copy], *, term: int = 0, min_copies: int = 2, rememb
 
 
 def _held_against(copy: Copy, copies: Sequence[Copy], remembered: int) -> Copy:
-    """Return whether the disk was restored from a backup: it ends below the acknowledged point. One slave of several
-    may just lag. Running brokers report it themselves.
+    """Return the copy, with the trouble `rolled_back` if its disk ends below the acknowledged point: it was restored
+    from a backup. One slave of several may just lag. Running brokers report this trouble themselves.
     """
     may_be_behind = copy.role not in MASTERS and len(copies) > 2
     if copy.state != ON_DISK or may_be_behind or (copy.end or 0) >= remembered or "rolled_back" in copy.troubles:
@@ -240,8 +240,10 @@ def _held_against(copy: Copy, copies: Sequence[Copy], remembered: int) -> Copy:
 
 
 def _best(master: Copy, copies: Sequence[Copy], is_proven: bool) -> Copy | None:
-    """Return the master's copy if it is whole; else the candidate with most; else the longest one. Whole copies that
-    prove to lack nothing come first.
+    """Return the copy to keep, or None if no copy is there.
+
+    It is the master's if that is whole, else the eligible copy with most, else any copy with most. Eligible is a whole
+    copy if slaves prove to lack nothing, otherwise each that `may_go_on`; the master's precedes other eligible ones.
     """
     if master.is_whole:
         return master
@@ -255,7 +257,9 @@ def _best(master: Copy, copies: Sequence[Copy], is_proven: bool) -> Copy | None:
 def _set_aside(
     parted: Sequence[Copy], master: Copy, copies: Sequence[Copy], term: int, min_copies: int
 ) -> tuple[str, ...]:
-    """Return whether frames confirmed only by slaves were never acknowledged: so many copies have the master's log in
+    """Return the steps for slaves that confirmed frames that the master's log lacks.
+
+    Their directories are set aside if these frames were never acknowledged: so many copies have the master's log in
     the row's term that too few others remain. A disk restored unnoticed could break this, so nothing is deleted.
     """
     names = ", ".join(copy.label for copy in parted)
@@ -293,7 +297,7 @@ def _put_in_the_masters_place(kept: Copy, master: Copy, copies: Sequence[Copy], 
 
 
 def _choose_among(proof: Sequence[Copy], master: Copy, kept: Copy, copies: Sequence[Copy]) -> Decision:
-    """With several running slaves the metaserver chooses: they stop following the old master."""
+    """Return the decision for several slaves: the metaserver chooses among running ones, which leave the old master."""
     if stopped := [copy.label for copy in proof if copy.state != RUNS]:
         return Decision((f"start {', '.join(stopped)} with the disk that was inspected, then repeat this",), kept)
     steps = (f"Failover makes {kept.label} the master, or another one that has as much", *_all_start(copies))
@@ -309,7 +313,7 @@ def _begin_anew(master: Copy, copies: Sequence[Copy], known: int) -> Decision:
 
 
 def _words(master: Copy, kept: Copy, copies: Sequence[Copy]) -> dict[str, str]:
-    """Options of ReplaceBroker. With several slaves, the new master leaves the old one its place."""
+    """Return the options of ReplaceBroker. Only in a group of two does the old master get the new one's place."""
     swap = {"swap": "true"} if kept is not master and len(copies) == 2 else {}
     return {
         "role": str(int(master.role)),
@@ -340,7 +344,7 @@ def _offsets(kept: Copy, known: int) -> tuple[int, int] | None:
 
 
 def _lost(kept: Copy, copies: Sequence[Copy]) -> tuple[Lost, ...]:
-    """Yield messages that other reports have beyond the chosen copy, if that copy has a report."""
+    """Return the messages that other reports have beyond the chosen copy; none if that copy has no report."""
     if kept.subjects is None:
         return ()
     ends: dict[str, int] = {}
@@ -358,9 +362,7 @@ def _lost(kept: Copy, copies: Sequence[Copy]) -> tuple[Lost, ...]:
 
 
 def run(session: Session) -> Exit:
-    """Show the copies and the plan; change roles only with the command for it, which has its own checks and
-    questions.
-    """
+    """Show the copies and the plan, then run its command, which checks the change and asks for confirmation itself."""
     group = session.values["brokerGroup"]
     try:
         reports = [json.loads(Path(name).read_text()) for name in _list(session, "reports")]

@@ -47,7 +47,7 @@ class Session:
 
     @property
     def token(self) -> str:
-        """Token now: a command may run for hours."""
+        """Present token: its file may change while a command runs for hours."""
         return token_text(self.token_source)
 
     @classmethod
@@ -219,7 +219,7 @@ def _print_json(value: Any) -> None:
 
 
 _TIMES = ("updateTime", "created", "expires", "revoked")
-"""Milliseconds since 1970, 0: never."""
+"""Fields in milliseconds since 1970; 0: never."""
 _UNSAID = ("action", "dryRun", "details")
 NAMES_MAX = 12
 """Number of subject and group names shown; the count is always complete."""

@@ -33,7 +33,7 @@ class Column:
     title: str
     value: str | Callable[[Any], object]
     drop: int = 0
-    """Columns dropped when the width is short, the highest number first; 0 stays."""
+    """Order of dropping while the width is too short: the highest number first; 0 stays."""
     fold: int = 0
     """Smallest width; longer text wraps. 0: never wraps."""
 
@@ -67,7 +67,7 @@ class Laid:
 
 
 def lay(table: Table, width: int | None) -> Laid:
-    """Choose columns. Droppable columns without any value go first; None as width: all fit."""
+    """Choose the columns that fit into `width`; None: all fit. Droppable columns without any value go first."""
     columns = list(table.columns)
     cells = {column.title: [column.cell(row) for row in table.rows] for column in columns}
     columns = [column for column in columns if not column.drop or any(cell.text != "-" for cell in cells[column.title])]

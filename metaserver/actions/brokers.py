@@ -47,14 +47,14 @@ def slave_at(group: Group, host: str) -> Broker:
 
 
 def sync_replica(slave: Broker, report: ReplicaState, *, counts: bool) -> Plan:
-    """SyncReplica: allow the slave's fill."""
+    """Plan SyncReplica: allow the slave's fill."""
     if not _is_being_filled(report, counts=counts):
         return refused(f"{slave.key} needs no fill: its copy is complete and catches up automatically")
     return _ordered(slave, FillOrder(report.fill_id, is_allowed=True))
 
 
 def cancel_sync(slave: Broker, report: ReplicaState, *, counts: bool) -> Plan:
-    """CancelSync: stop the slave's fill. A slave with a counting copy is not being filled."""
+    """Plan CancelSync: stop the slave's fill. A slave with a counting copy is not being filled."""
     if counts:
         return refused(f"{slave.key} is in sync, so there is no fill to stop")
     if not _is_being_filled(report, counts=counts):
@@ -86,7 +86,7 @@ def _word(slave: Broker, fill_id: str) -> str:
 
 
 def add_broker(directory: Directory, broker: Broker, *, reported: int = 0) -> Plan:
-    """AddBroker.
+    """Plan AddBroker.
 
     Args:
         reported: newest term that any broker of the group reported, to any metaserver.
@@ -110,7 +110,7 @@ def replace_broker(
     remembered: Point | None = None,
     reported: int = 0,
 ) -> Plan:
-    """ReplaceBroker: one of QMQ's two calls, or both in one step. The answer is the row before.
+    """Plan ReplaceBroker: one of QMQ's two calls, or both in one step. The answer is the row before.
 
     Args:
         remembered: newest point up to which messages of the group are known to be acknowledged.
@@ -157,7 +157,7 @@ def remove_broker(
     reported: int = 0,
     master_lacking: str = "",
 ) -> Plan:
-    """RemoveBroker: take a stopped broker out of its group; the group goes with its last broker.
+    """Plan RemoveBroker: take a stopped broker out of its group; removing its last broker removes the group.
 
     Args:
         master_lacking: as in `rules.replace_broker`.
@@ -216,17 +216,17 @@ def _remove_last(directory: Directory, routes: Routes, change: RoleChange, data:
 
 
 def swap_roles(group: Group, *, term: int, to: BrokerKey | None = None) -> Plan:
-    """SwapRoles, after both logs proved equal."""
+    """Plan SwapRoles, after both logs proved equal."""
     return _role_plan(rules.swap_roles(group, term=term, to=to), data=None)
 
 
 def fail_over(change: RoleChange) -> Plan:
-    """Failover to the slave with most."""
+    """Plan Failover to the slave with most."""
     return _role_plan(change, data=None)
 
 
 def set_copies(group: Group, min_copies: int | None, sync_mode: str, *, reported: int = 0) -> Plan:
-    """SetCopies.
+    """Plan SetCopies.
 
     Args:
         min_copies, sync_mode: None and an empty text change nothing.
@@ -256,7 +256,7 @@ def set_copies(group: Group, min_copies: int | None, sync_mode: str, *, reported
 def adopt_roles(
     group: Group, key: BrokerKey, reported: int, state_of: StateOf, *, forced: bool, given: int = 0
 ) -> Plan:
-    """AdoptRoles: choose the master of a group when its row is older than its brokers, which disagree."""
+    """Plan AdoptRoles: choose the master of a group when its row is older than its brokers, which disagree."""
     try:
         change = old_database.adopt(group, key, reported, state_of, given=given)
     except OperatorError as refusal:
@@ -307,7 +307,7 @@ async def _replace_broker(desk: Desk, words: Words) -> Plan:
 
 
 async def _lacking(desk: Desk, group: Group | None, words: Words) -> str:
-    """Return the missing frames of the named slave; in a group with one slave, of that one."""
+    """Return why the named slave's copy is incomplete, in a group with one slave that one's; empty: no report of it."""
     key = BrokerKey(words["hostname"], words.number("servePort"))
     slaves = group.slaves if group else ()
     found = next((slave for slave in slaves if slave.key == key), next(iter(slaves), None))
@@ -315,7 +315,7 @@ async def _lacking(desk: Desk, group: Group | None, words: Words) -> str:
 
 
 async def _master_lacking(desk: Desk, group: Group | None) -> str:
-    """Return the missing frames of the master, by its last heartbeat."""
+    """Return why the master's copy is incomplete, by its last heartbeat; empty: no report of it."""
     return await desk.registry.lacking(group.master) if group and group.master else ""
 
 
@@ -335,7 +335,9 @@ async def _cancel_sync(desk: Desk, words: Words) -> Plan:
 
 
 async def _plan_filling(desk: Desk, words: Words, plan: Callable[..., Plan]) -> Plan:
-    """The slave names its fill; its master reports whether its copy counts."""
+    """Plan SyncReplica or CancelSync, from the fill that the slave names and from the master, which reports whether the
+    copy counts.
+    """
     group = desk.find_group(words["brokerGroup"])
     try:
         slave = slave_at(group, words["host"])
@@ -410,7 +412,7 @@ async def _swap(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
 
 
 async def _plan_failover(desk: Desk, words: Words) -> Plan:
-    """The slave is chosen when the slaves promise: the one with most by then."""
+    """Plan Failover. The slave is chosen after the slaves have promised: the one with most by then."""
 
     async def plan() -> Plan:
         try:

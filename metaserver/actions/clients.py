@@ -1,4 +1,4 @@
-"""Shell. What each metaserver has alone: its clients, refusals and settings. Each asks the others."""
+"""Shell. Facts that only one metaserver has: its clients, refusals and settings. Each metaserver queries the others."""
 
 from __future__ import annotations
 

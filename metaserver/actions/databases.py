@@ -239,7 +239,7 @@ ANSWER_S = 25.0
 """A watchdog allows a database 20 s."""
 ANSWER_BYTES_MAX = 16 << 20
 ASKED_AT_ONCE = 8
-"""A pool of its own: a hanging watchdog must not block other threads."""
+"""Threads of a pool of its own: a hanging watchdog must not block other threads."""
 
 
 class Watchdogs:

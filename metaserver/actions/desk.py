@@ -72,17 +72,17 @@ class Vault:
 
 
 ASKED_AT_ONCE = 64
-"""Limit for brokers or metaservers; each call is a connection."""
+"""Calls to brokers or metaservers at once; each is a connection of its own."""
 CLIENTS_MAX = 100_000
 ROUTES_AT_ONCE = 1_000
-"""About a millisecond's work; a thread would wait for several to begin."""
+"""Routes that are handled on the loop: about a millisecond's work, less than a thread needs to begin."""
 NOTICE_S, NOTICE_PAUSE_S = 1.5, 0.05
-"""Wait after a broker's missing answer, until its stream is seen to end: it may have just died."""
+"""Longest wait, after a broker's missing answer, for the end of its stream: its process may just have ended."""
 
 DELAYED = "delayed"
+"""In place of a consumer group: messages that are not due yet."""
 DATABASE = "database"
 """In place of a broker group that did not answer."""
-"""In place of a consumer group: messages that are not due yet."""
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -328,7 +328,7 @@ async def _caught(question: Awaitable[R]) -> R | QmqError:
 
 
 def wall_ms() -> int:
-    """Milliseconds since 1970, for display."""
+    """Return milliseconds since 1970, for display."""
     return time.time_ns() // 1_000_000
 
 

@@ -35,14 +35,14 @@ NOT_HEARD = "its log has the reason: the metaserver's row contradicts its data d
 REFUSALS_SHOWN = 3
 EXPIRES_SOON_MS = 14 * 24 * 3600 * 1000
 AT_ONCE = 100
-"""Brokers or groups per turn of the loop: a few milliseconds."""
+"""Brokers or groups checked before the task yields: a few milliseconds."""
 
 Ask = Callable[[Broker], Awaitable[ReplicaState]]
 """Returns a broker's state. Raises NotServed, OperatorError."""
 
 
 async def _doctor(desk: Desk, words: Words, caller: Caller) -> Any:
-    """The tool checks from its own side and combines both."""
+    """Return the checks of the metaserver; the tool adds those of its own machine."""
     own, here = own_refusals(desk), words.flag("here")
     checks = [_routes(own["routes"])] if here else await examine(desk, desk.brokers.replica_status)
     return {
@@ -189,7 +189,7 @@ async def _groups(desk: Desk, unplaced: Mapping[str, Sequence[Mapping[str, Any]]
 
 
 def _loss(group: Group) -> Check:
-    """Acknowledged messages are lost. The finding stays until an operator runs AcknowledgeLoss."""
+    """Return the finding about lost acknowledged messages. It stays until an operator runs AcknowledgeLoss."""
     return _check(
         CheckKind.LOSS,
         False,

@@ -35,8 +35,8 @@ WARNED_S = 86_400.0
 SHOWN_MAX = 100
 """Groups of one look: those unused for longest."""
 ROWS_MAX = 1_000
-"""Rows of broadcast consumers of one look; the next look continues after them. Each question makes a master note so
-many ends, of which it keeps 10,000 for new groups.
+"""Rows of broadcast consumers of one look; the next look continues after them. Each request makes a master note so many
+ends, of which it keeps 10,000 for new groups.
 """
 BY_ITSELF = Caller("metaserver", TokenRole.CLUSTER)
 

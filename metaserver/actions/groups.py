@@ -281,7 +281,7 @@ async def _acknowledge_loss(desk: Desk, words: Words) -> Plan:
 
 
 async def _rates(desk: Desk, words: Words) -> Any:
-    """Rates of the master since its process began; a change of roles begins anew."""
+    """Return the rates of the master since its process began; a change of roles begins anew."""
     group = desk.find_group(words["brokerGroup"])
     try:
         samples = (await desk.brokers.rates(desk.master_of(group))).samples
@@ -339,7 +339,7 @@ def _part_json(part: pb.KeptPart) -> dict[str, Any]:
 
 
 async def _plan_clear(desk: Desk, words: Words) -> Plan:
-    """Evidence is cleared by name only, so an operator must have seen it."""
+    """Plan ClearQuarantine. Evidence is cleared by name only, so an operator must have seen it."""
     try:
         broker = _broker_at(desk.find_group(words["brokerGroup"]), words["host"])
         answer = await desk.brokers.quarantine(broker, pb.QuarantineRequest())
@@ -357,7 +357,7 @@ async def _plan_clear(desk: Desk, words: Words) -> Plan:
 
 
 async def _carry_out_clear(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
-    """The audit row is written first: cleared parts are gone."""
+    """Clear the planned parts. The audit row is written first, because cleared parts are gone."""
     broker = _broker_at(desk.find_group(words["brokerGroup"]), words["host"])
     try:
         await desk.registry.change((), replace(audit, result="begun"))

@@ -31,7 +31,7 @@ _GROUP = ("broker_group", "group_name")
 
 
 def restore(backup: Any, present: Mapping[str, Any], *, forced: bool) -> Plan:
-    """Plan to replace everything by a backup.
+    """Plan Restore: replace everything by a backup.
 
     Args:
         present: the current result of Backup.
@@ -69,7 +69,7 @@ def adopt_database(
     *,
     keeps_memory: bool,
 ) -> Plan:
-    """Plan for a database that has lost groups.
+    """Plan AdoptDatabase, for a database that has lost groups.
 
     Args:
         lost: these groups, with the newest known term of each.
@@ -217,7 +217,7 @@ def _token_json(row: TokenRow) -> dict[str, Any]:
 
 
 SETTINGS_MAX = 40
-"""Brokers that are asked without a name; more have thousands of settings."""
+"""Brokers that are queried if none is named; more have thousands of settings."""
 
 
 async def _settings(desk: Desk, words: Words) -> Any:

@@ -32,7 +32,7 @@ Place = tuple[str, dict[str, str]]
 """A subject, and the properties that messages there must have."""
 
 BODIES_BYTES_MAX = 4 << 20
-"""Of all bodies in one answer; the bodies of later messages are cut."""
+"""Limit for the sum of bodies in one answer; the bodies of later messages are cut."""
 QUESTIONS_MAX = 20
 """Number of requests per broker: each searches for a bounded time, so rare messages take several."""
 
@@ -155,7 +155,9 @@ def _message_json(broker_group: str, message: pb.BrowsedMessage, body_bytes_max:
 log = logging.getLogger("qmq.metaserver")
 
 LOOKED_AT_MAX = 50_000
-"""A broker delivers 200,000 to one consumer before it acks, so messages that are not chosen are held to the end."""
+"""Dead letters read in one run: those not chosen stay unacked to its end, and a broker delivers at most 200,000 unacked
+messages to one consumer.
+"""
 BATCH_MESSAGES_MAX = 500
 ALL = (0, 1 << 62)
 SHOWN_MAX = 20
@@ -163,7 +165,7 @@ SHOWN_MAX = 20
 
 @dataclass(slots=True)
 class _Taken:
-    """Yield dead letters that are held until the end of `_taking`."""
+    """Dead letters that stay unacked until the end of `_taking`."""
 
     chosen: list[tuple[DeadLetters, list[Chosen]]] = field(default_factory=list)
     looked_at: int = 0
@@ -204,7 +206,7 @@ async def _take(taken: _Taken, source: DeadLetters, choice: Choice, limit: int) 
 
 
 def _needs(words: Words) -> tuple[tuple[str, str], ...]:
-    """In a subject shared with others, all messages are read to choose from."""
+    """Return the rights for Redrive. In a subject shared with other groups, all messages are read to choose from."""
     named = ((CONSUME, words["from"]), (PRODUCE, words["to"]))
     own = (REDRIVE, retry_subject(words["subject"], words["group"]))
     return (own, *((right, subject) for right, subject in named if subject))

@@ -277,7 +277,7 @@ async def _remove_group(desk: Desk, words: Words) -> Plan:
 
 
 def _none_since(desk: Desk, subject: str, group: str, *, without: str = "") -> tuple[NoRouteSince, ...]:
-    """For `*`: routes that are made or changed meanwhile may need the change too."""
+    """Return the condition that no route is made or changed meanwhile that needs the change too; only for `*`."""
     return (NoRouteSince(desk.registry.routes_version, group, without),) if subject == ALL_SUBJECTS else ()
 
 

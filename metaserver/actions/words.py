@@ -1,4 +1,4 @@
-"""Core. Checks the parameters of a request before the database is used."""
+"""Core. Parameters of a request, checked before the database is used."""
 
 from __future__ import annotations
 

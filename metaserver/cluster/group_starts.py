@@ -22,7 +22,7 @@ absent consumers.
 """
 
 EXPECTED_MAX = 10_000
-"""Consumer groups in one question to a broker."""
+"""Consumer groups in one request to a broker."""
 
 
 class Asked(NamedTuple):

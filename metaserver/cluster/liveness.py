@@ -40,7 +40,7 @@ from qmq.states import TRANSITIONS_KEPT, Machine, Transition
 ASK_AGAIN_MS = 200
 ASK_EACH_MS = 10
 """A silent broker is asked again after 200 ms, then after twice as long, up to the timeout. With many brokers the
-longest wait is this long for each, as a query costs about 3 ms.
+longest wait is ASK_EACH_MS times their number, as a query costs about 3 ms.
 """
 
 
@@ -317,7 +317,7 @@ class Liveness:
     ) -> int:
         """Return how long no broker with a stream here can reach `silence_ms` of silence.
 
-        0: one is doubted, or has its stream elsewhere. Defaults: all brokers, and the timeout.
+        0: a broker is doubted, or has its stream elsewhere. Defaults: all brokers, and the timeout.
         """
         known = self._sightings
         if self._presumed_brokers or any(
@@ -354,7 +354,7 @@ class Liveness:
     def to_ask(self, *, now_ms: int) -> list[Question]:
         """Return the queries to make now.
 
-        Pass each result to `answered`; until then the next one waits for its turn.
+        Pass each result to `answered`. The next query to the same broker is due after a growing wait.
         """
         due = [
             Question(key, sighting.session, sighting.incarnation)

@@ -88,7 +88,9 @@ class Registry:
         self.changes = Changes()
         """Changes that clients may see."""
         self._heard: dict[BrokerKey, ReplicaState] = {}
-        """State of each broker that was processed since the directory was read, or since points are stored again."""
+        """Last processed state of each broker; cleared when the directory is read, and when points must be stored
+        again.
+        """
         self._heard_in: Directory | None = None
         self.points_rose = asyncio.Event()
         """Set when there is a point to store."""

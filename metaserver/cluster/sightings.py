@@ -3,8 +3,8 @@
 Time is the time this process was awake (`AwakeClock`). After a suspended machine resumes, every broker would otherwise
 have been silent by the wall clock, and be marked down.
 
-Each metaserver raises a counter in its row, and readers measure it with their own clocks. After the database was away,
-every row gets one timeout to advance.
+Each metaserver raises a counter in its row, and readers measure its pauses with their own clocks. After the database
+was away, every row gets one timeout to advance.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ class Sighting:
     """None until the first heartbeat."""
     seen_ms: int = 0
     ask_ms: int = 0
-    """Time of the next query, while the broker is asked."""
+    """Time of the next query in the present series."""
     asked: int = 0
-    """Queries since then."""
+    """Number of queries in that series."""
     stored: str = ""
     """Session in the stored row."""
 
@@ -133,7 +133,7 @@ class Sighting:
         return self.life.state in ASKED
 
     def on(self, event: SightingEvent, *, now_ms: int) -> None:
-        """Change the state. A broker that is asked from now on is asked at once."""
+        """Change the state. The first query of a series is due at once."""
         was_asked = self.is_asked
         self.life.on(event, at_ms=now_ms)
         if self.is_asked and not was_asked:

@@ -1,7 +1,7 @@
 """Shell. File from which a metaserver starts while the database is away.
 
-    line 1   {"qmq_snapshot": 1, "blake2b": digest of line 2}
-    line 2   {"database": …, "saved_ms": …, "groups": [[…]], "routes": [[…]], …}     rows as in the tables, as JSON
+    line 1   {"qmq_snapshot": FORMAT, "blake2b": digest of line 2}
+    line 2   {"database": …, "saved_ms": …, "groups": [{…}], "routes": [[…]], …}     rows as in the tables, as JSON
 
 It is replaced as a whole and fsynced, so there is always one complete file, even if several metaservers on one machine
 share it. A damaged file, or one of another version or database, is not used. It holds hashes of tokens, so only its
@@ -178,7 +178,7 @@ def read_snapshot(path: Path, *, database: str) -> Snapshot:
     """Read the file.
 
     Raises:
-        OSError: there is none. BadSnapshot: it is unusable; the text holds the reason.
+        OSError: the file cannot be read. BadSnapshot: it is unusable; the text holds the reason.
     """
     head, _, body = path.read_bytes().partition(b"\n")
     body = body.removesuffix(b"\n")

@@ -111,7 +111,9 @@ class Provider:
         return Caller(name_of(claims, self.wanted.name_claim), role_of(claims, self.wanted))
 
     def _use(self, state: str, attempt: Attempt, now_ms: int) -> None:
-        """A state is valid once, in time, in the browser that began."""
+        """Record the use of a state, which is valid once, in time, in the browser that began. Raises AccessError
+        otherwise.
+        """
         self._used = {state: until_ms for state, until_ms in self._used.items() if until_ms > now_ms}
         if not secrets.compare_digest(state.encode(), attempt.state.encode()):
             raise AccessError("this login was not begun in this browser")

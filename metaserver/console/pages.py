@@ -38,7 +38,7 @@ LOG_IN = "LogIn"
 
 
 class Asking:
-    """Questions of one request.
+    """Actions that one request of a browser may run.
 
     Args:
         caller: caller that is logged in, or None.
@@ -258,7 +258,7 @@ async def _subjects(asking: Asking, query: Query) -> dict[str, Any]:
 
 
 async def _consumers(asking: Asking, query: Query) -> dict[str, Any]:
-    """One subject, or one of its consumer groups; else the groups with the largest lag."""
+    """Return the values of one subject, or of one of its consumer groups; else the groups with the largest lag."""
     if query["subject"]:
         return await _subject(asking, query["subject"], query["group"])
     count = len((await asking.ask("ListBrokerGroups")).data or ())
@@ -329,7 +329,9 @@ async def _trail(asking: Asking, query: Query) -> dict[str, Any]:
 
 
 async def _audit(asking: Asking, query: Query) -> dict[str, Any]:
-    """The ledger is a directory, so no action checks the rights: callers with the right to the whole trail see it."""
+    """Return the nights of the ledger. It is a directory, so no action checks rights: callers with the right to the
+    whole trail see it.
+    """
     if asking.caller is None or asking.caller.scope.subjects or asking.caller.scope.groups:
         return {"set": True, "trouble_of_ledger": "this needs a token for all subjects and groups", "status": []}
     if asking.nights is None:
@@ -344,7 +346,9 @@ async def _audit(asking: Asking, query: Query) -> dict[str, Any]:
 
 
 async def _messages(asking: Asking, query: Query) -> dict[str, Any]:
-    """Stored messages; with `dead`, the dead letters of that consumer group; with `live`, the newest as they come."""
+    """Return stored messages; with `dead`, the dead letters of that consumer group; with `live`, the newest as they
+    come.
+    """
     since, until, wrong = _times(query)
     if not query["subject"]:
         return {"found": None, "wrong": wrong, "shown": []}
@@ -397,7 +401,7 @@ async def _delayed(asking: Asking, query: Query) -> dict[str, Any]:
 
 
 async def _outbox(asking: Asking, query: Query) -> dict[str, Any]:
-    """Outboxes registered at the metaserver, and their rows as reported by the watchdogs."""
+    """Return the outboxes registered at the metaserver, and their rows as reported by the watchdogs."""
     words = {"room": query["room"], "database": query["database"], "limit": ROWS}
     seconds = STUCK_S if query["database"] else OUTBOX_S
     databases, watchdogs, stuck = await asyncio.gather(

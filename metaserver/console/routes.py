@@ -259,7 +259,7 @@ class Console:
         )
 
     async def _renew_rates(self, visit: Visit) -> Response:
-        """The part of a page that its script refreshes."""
+        """Return the part of a page that its script refreshes."""
         if visit.caller is None and not self._open_lists:
             return Response(status_code=401)
         asking, query = self._asks(visit), visit.query
@@ -269,7 +269,7 @@ class Console:
         return self._part("rates.html", **await group_rates(asking, query["brokerGroup"]))
 
     async def _renew_tail(self, visit: Visit) -> Response:
-        """The newest messages, for the live tail."""
+        """Return the newest messages, for the live tail."""
         if visit.caller is None:
             return Response(status_code=401)
         found = await pages.tail(self._asks(visit), visit.query)

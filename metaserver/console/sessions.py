@@ -77,7 +77,7 @@ class Sessions:
         return f"{text}.{_mac(self._keys[0], text)}"
 
     def end(self, cookie: str, *, now_ms: int) -> None:
-        """End the session of this cookie, which `caller` uses."""
+        """End the session of a cookie that `caller` has accepted."""
         _, until_ms, nonce, _ = cookie.split(".")
         self._ended = {other: ms for other, ms in self._ended.items() if ms > now_ms}
         if len(self._ended) >= ENDED_MAX:

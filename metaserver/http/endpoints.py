@@ -87,7 +87,7 @@ _ERRORS: Mapping[int | str, Any] = {
     status: {"description": code, **({"model": Error} if code == models.UNAUTHORIZED else {"content": _ERROR})}
     for code, status in models.STATUS.items()
 }
-"""References but for one: FastAPI builds a validator for each model, which took half of the start."""
+"""All but one are references, because FastAPI builds a validator for each model, which took half of the start."""
 
 
 def make_route(

@@ -51,7 +51,7 @@ def open_to_all(endpoint: E) -> E:
 
 
 def asks_itself(endpoint: E) -> E:
-    """Let the endpoint call `Guard.identify`: its refusals have a form of their own."""
+    """Admit callers without a valid token too: the endpoint refuses them in a form of its own."""
     endpoint.asks_itself = True  # type: ignore[attr-defined]
     return endpoint
 

@@ -141,7 +141,7 @@ def _model(action: Action, name: str, *, is_text: bool) -> type[BaseModel]:
 
 
 def _type(parameter: Parameter, is_text: bool) -> Any:
-    """The action itself checks the rules of names, and gives the reason."""
+    """Return the type of a parameter. The action itself checks the rules of names, and gives the reason."""
     match parameter.kind:
         case Kind.FLAG:
             return Annotated[bool, BeforeValidator(_read_flag)] if is_text else bool
@@ -166,7 +166,7 @@ def _field(parameter: Parameter) -> Any:
 
 
 def _whole(value: object) -> object:
-    """JSON has one kind of numbers: 1.0 is an integer too."""
+    """Return a whole number as an integer: JSON has one kind of numbers, so 1.0 is an integer too."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -174,8 +174,8 @@ class DoctorMetrics:
         self._checked_s = 0.0
 
     def read(self) -> Iterable[Metric]:
-        """Return the metrics of the last checks; before the first ones no findings, which does not mean that all is
-        well.
+        """Return the metrics of the last checks. Before the first ones there are no findings, which does not mean that
+        all is well.
         """
         self.scrapes.came()
         yield GaugeMetricFamily(

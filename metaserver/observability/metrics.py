@@ -21,7 +21,7 @@ class Metrics:
     """Counters and gauges. Created by main, passed to the parts that count. Gauges read their state at the scrape."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # an unused series more for each counter
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # it would add an unused series to each counter
         self.registry = CollectorRegistry()
         register_process(self.registry)
         self.registrations = Counter(

@@ -7,8 +7,8 @@ which metaserver received the master's heartbeats or was paused.
     master gone ─► read row, points ─► ask slaves ─► eligible? ─► hold them ─► eligible? ─► compare-and-set
                                                      └─ no: report, retry      └─ no: report, retry
 
-With several slaves, leaving the master is a permanent promise; `promotion` requires a number of them. An operator's
-Failover takes the same steps, once.
+With several slaves, each slave that leaves its master promises that permanently; `promotion` requires a number of
+promises. An operator's Failover takes the same steps, once.
 
 Roles stay, and the term is new, for one of two reasons:
 
@@ -391,9 +391,9 @@ async def begin_life(registry: Registry, broker: Broker) -> None:
         DatabaseAway, OutcomeUnknown: the term was not stored, or maybe.
     """
     try:
-        if not registry.database.is_up:  # waiting for one that hangs would take longer than a registration may
+        if not registry.database.is_up:  # a registration must not wait for a database that hangs
             raise DatabaseAway(registry.database.trouble)
-        await registry.mirror.catch_up()  # it may have been promoted a moment ago
+        await registry.mirror.catch_up()  # the broker may have been promoted a moment ago
     except DatabaseAway:
         known = registry.directory.groups.get(broker.group)
         if known is None or len(known.slaves) > 1:
@@ -461,9 +461,9 @@ class Promises:
             pass  # a slave was promoted
 
     async def _is_there(self, master: Broker | None) -> bool:
-        """Query the master: the stored "up" may come from a metaserver that was paused since.
+        """Return whether the master answers a query: the stored "up" may come from a metaserver that was paused since.
 
-        A term of a dead master would have no slave in sync, so no slave could be promoted.
+        A term that begins without its master would have no slave in sync, so no slave could be promoted.
         """
         if master is None:
             return False

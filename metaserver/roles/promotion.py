@@ -73,16 +73,16 @@ class Facts:
 
     @property
     def new_term(self) -> int:
-        """Term that slaves promise and the row gets: above every assigned and every promised one.
+        """Term that slaves promise and the row gets: above every assigned one, and no lower than a promised one.
 
-        A promise without a promotion is asked for again: pull sequences have 16 bits for the term.
+        A promised term without a promotion is promised again, because pull sequences have only 16 bits for the term.
         """
         promised = (state.promised_term for state in self.slave_states.values())
         return max(self.group.term + 1, self.given_term + 1, *promised)
 
     @property
     def promises_needed(self) -> int:
-        """Number of slaves that intersects every set of copies that may have acknowledged."""
+        """Number of slaves that share at least one copy with every set of copies that may have acknowledged."""
         return len(self.group.brokers) - self.group.min_copies + 1
 
     @property
@@ -94,7 +94,7 @@ class Facts:
     def best(self) -> Broker:
         """Slave with the longest log; among several, one with a correct clock.
 
-        Only after the conditions of each slave.
+        Fails without an eligible slave.
         """
         states = self.slave_states
         return max(self.eligible, key=lambda slave: (states[slave.key].reach, not states[slave.key].clock_off_s))
@@ -141,7 +141,9 @@ CONDITIONS: tuple[tuple[Refusal, Callable[[Facts], bool], str], ...] = (
         "too few slaves were in sync when its master reported last",
     ),
 )
-"""Conditions on the group; `BEHIND` is the last one, as it needs the best slave."""
+"""Reasons against a promotion in this group: the refusal, its test, its text. `BEHIND` is tested last, as it needs the
+best slave.
+"""
 
 SLAVE_CONDITIONS: tuple[tuple[Refusal, Callable[[SlaveFacts], bool], str], ...] = (
     (Refusal.SLAVE_DOWN, lambda s: s.answer is None, "is down, too"),
@@ -305,7 +307,9 @@ def _was_in_sync_before(known: SlaveFacts) -> bool:
 
 
 def _were_in_sync_at_the_end(facts: Facts) -> bool:
-    """A master without enough slaves in sync answers acks alone and marks them; a new master would take these back."""
+    """Return whether enough slaves were in sync at the last report of the master. A master without them answers acks
+    alone and marks them; a new master would take these back.
+    """
     report = facts.master_state
     if report is None or not report.is_master_in(facts.group.term) or Reason.SLAVE_DOWN in report.readonly_reasons:
         return False

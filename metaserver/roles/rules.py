@@ -170,7 +170,7 @@ def set_copies(group: Group, min_copies: int) -> RoleChange | None:
     if min_copies == group.min_copies:
         return None
     slaves = group.slaves
-    if len(group.brokers) > group.min_copies:  # the row held it complete a moment ago: retry
+    if len(group.brokers) > group.min_copies:  # the row may be outdated: the next reports decide
         slaves = tuple(replace(slave, complete=False) for slave in slaves)
     return replace(_unchanged(group), slaves=slaves, min_copies=min_copies)
 
@@ -336,7 +336,7 @@ def renew(group: Group, *, above: int) -> RoleChange:
 def needs_new_life(group: Group, key: BrokerKey) -> bool:
     """Return whether a starting broker may act in a new term only: as the master of several slaves.
 
-    Its disk may have been put back to before its mastership. It would use the same epoch again, and slaves with
+    Its disk may have been put back to before its mastership. The broker would use the same epoch again, and slaves with
     different frames of one epoch could not be compared.
     """
     return len(group.slaves) > 1 and group.master is not None and group.master.key == key
@@ -539,7 +539,9 @@ def _holder_before(group: Group | None, broker: Broker) -> Broker | None:
 
 
 def _stays_master(member: Broker, broker: Broker) -> bool:
-    """The second call of a swap may come after the new master was started: it only fills the vacant place."""
+    """Return whether `member` is the master, and stays it while `broker` gets a slave's place. The second call of a
+    swap may come after the new master was started.
+    """
     return broker.role == Role.SLAVE and member.role == Role.MASTER and member.key != broker.key
 
 

@@ -5,9 +5,9 @@
 3. One compare-and-set exchanges the roles.
 4. The new assignments are sent, and the new master reports.
 
-Before the compare-and-set every failure undoes the order. After it the roles are exchanged. If the hold
-expires in between, epochs still protect every acknowledged message: the slave rejects the old epoch from the change on.
-With several slaves the master could continue with another one, so it promises to be no master of an older term.
+Before the compare-and-set every failure cancels the swap. After it the roles are exchanged. If the hold expires in
+between, epochs still protect every acknowledged message: the slave rejects the old epoch from the change on. With
+several slaves the master could continue with another one, so it promises to be no master of an older term.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Swaps:
         began = time.monotonic()
         group, slave = self.ready(name, to)
         assert group.master  # checked by `ready`
-        hold_ends = time.monotonic() + self._settings.swap_hold_ms / 1000  # the master measures from the order on
+        hold_ends = time.monotonic() + self._settings.swap_hold_ms / 1000  # the master's own hold begins and ends later
         exchange = _Exchange(group, slave, max(group.term, self._registry.terms.floor(name)) + 1, audit)
         at_end = await self._prepare(exchange)
         await self._exchange(exchange, at_end, hold_ends=hold_ends)

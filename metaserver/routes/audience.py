@@ -164,7 +164,7 @@ class Audience:
     def leave(self, watch: Watch) -> None:
         """Remove a watcher, which has no seats any more."""
         self.watches.pop(watch, None)
-        watch.owed.clear()  # no reference cycles: collecting them stops the process for long
+        watch.owed.clear()  # a reference cycle would remain, and collecting these stops the process for long
 
     def drop(self, watch: Watch, names: Iterable[str]) -> list[Entry]:
         """Remove some of a watcher's seats; return the entries without watchers, which are removed too."""
@@ -196,7 +196,8 @@ class Audience:
     def old_routes(self, group: str, subject: str) -> Counts:
         """Count clients that may still use the group as writable, for `subject` or for any (`*`).
 
-        While the entry offers the group, these are all with any route of it; afterwards those with an older one.
+        While the entry offers the group, these are all clients with any version of the route, afterwards those with an
+        older one.
         """
         watching, old = set(), set()
         for entry in self.entries_of_group(group):

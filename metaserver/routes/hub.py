@@ -1,6 +1,6 @@
 """Shell. Sends routes, and each change of them, to the clients that watch them.
 
-An idle watcher costs nothing: a change wakes the hub only. The hub finds the entries concerned, encodes each once, and
+An idle watcher costs nothing: a change wakes only the hub. The hub finds the entries concerned, encodes each once, and
 sends these bytes to its watchers. A slow client delays no other: it is sent the newest route next, not every change.
 
 Known routes are answered from memory. New subjects and short routes are collected and stored many at a time; while the
@@ -48,7 +48,7 @@ UPDATE_ROUTES_MAX = 500
 UPDATED_AT_ONCE = 250
 """Watchers updated before the task yields: some 12 ms."""
 BATCHES_UNDER_WAY = 4
-"""Batches of sends in progress. Those of 20,000 watchers at once take 40 MB, never returned."""
+"""Batches of sends in progress. Sends to 20,000 watchers at once would take 40 MB, which the process never returns."""
 SEND_WAIT_S = 0.1
 """Time for which a watcher that does not read delays later ones, once; then it is skipped until it reads."""
 NAME_CHARS_MAX = 1_000
@@ -97,7 +97,7 @@ class WatchHub:
     """Routes of one kind of groups. Made by main, which runs `run` as a task; all methods are called from the loop.
 
     Args:
-        allow: how many of so many new subjects a caller may create now, and why not the others.
+        allow: returns how many of a number of new subjects a caller may create now, and why not the others.
         kind: of the groups in its routes.
     """
 
@@ -461,7 +461,7 @@ def _peer(seat: Seat) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return the text of an error for clients: ours only, as a database's may quote anything."""
+    """Return the text of an error for clients. Only our own texts are sent: a database's may quote anything."""
     return str(error) if isinstance(error, QmqError) else "the database does not answer"
 
 

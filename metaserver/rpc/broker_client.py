@@ -102,10 +102,13 @@ class Brokers:
         known: Iterable[pb.KnownGroup] = (),
         unused_before_ms: int = 0,
     ) -> pb.ConsumersAnswer:
-        """Return the progress of a master's consumer groups; empty: all. `behind_max`: so many, the largest lag first.
+        """Return the progress of a master's consumer groups.
 
-        Groups that are `known` count where they have no position yet. With `unused_before_ms`: only those without a
-        consumer since before that time.
+        Args:
+            subject, group: only these; empty: all.
+            behind_max: at most so many groups, the largest lag first; 0: all.
+            known: groups that count where they have no position yet.
+            unused_before_ms: only groups without a consumer since before that time; 0: all.
         """
         request = pb.ConsumersRequest(
             subject=subject, group=group, behind_max=behind_max, known=known, unused_before_ms=unused_before_ms

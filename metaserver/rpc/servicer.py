@@ -86,7 +86,9 @@ class ConsumerGroups:
     async def _new_rows(
         self, broker_group: str, missing: Sequence[Asked], rows: Mapping[Key, ConsumerGroupRow]
     ) -> list[ConsumerGroupRow]:
-        """Query the masters of the subjects' routes, then make rows. The marks are older than the rows."""
+        """Return rows for the missing groups. First the masters of the subjects' routes note the mark, so it is older
+        than the rows.
+        """
         now_ms, mark = wall_ms(), secrets.token_hex(8)
         members = {group.key: self._members(group.subject, broker_group) for group in missing}
         names = sorted({name for route in members.values() for name in route})
@@ -106,7 +108,9 @@ class ConsumerGroups:
         return frozenset((*(route.groups if route else ()), broker_group))
 
     async def _ask(self, name: str, mark: str, groups: Sequence[Asked]) -> set[Key] | None:
-        """Return the groups with a position at a broker group; None: it does not answer, and begins by time."""
+        """Return the groups with a position at a broker group; None: it does not answer, and the groups begin there by
+        time.
+        """
         group = self._registry.directory.groups.get(name)
         if group is None or group.master is None or not self._registry.may_be_up(group.master):
             return None

@@ -234,7 +234,7 @@ def _key(row: Mapping[str, Any]) -> str:
 
 
 IN_NO_MEMORY = ("consumer_group", "datasource_config", "audit_trail")
-"""Tables that are only in the database; its rows of them stay."""
+"""Tables that memory does not hold; their rows in the database stay."""
 
 
 def dump_of(

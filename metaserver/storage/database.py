@@ -303,7 +303,7 @@ class Commits:
             try:
                 stored = await self._was_stored(audit, error)
             except OutcomeUnknown:
-                order.is_withdrawn = True  # it may not have begun: it must not commit after the row was searched
+                order.is_withdrawn = True  # it may not have begun, and must not commit after the search for its row
                 raise
             if not stored:
                 raise DatabaseAway("the connection broke, and the change was not stored") from error

@@ -185,7 +185,7 @@ def _create(connection: Connection, change: RoleChange, now: int) -> None:
 
 
 def _forget_points(connection: Connection, group: str) -> None:
-    """A copy that lacks one of these points would wait for ever for the copy that has it."""
+    """Delete the points of a group: a copy that lacks one would wait for ever for the copy that has it."""
     connection.execute(delete(acknowledged_point).where(acknowledged_point.c.group_name == group))
 
 

@@ -65,7 +65,7 @@ def load_metaservers(connection: Connection) -> list[MetaserverRow]:
 
 
 def look(connection: Connection) -> tuple[set[str], dict[str, int]]:
-    """Read the ids of all metaservers and the versions in one statement, which costs more than its rows."""
+    """Read the ids of all metaservers and the versions. They share a statement, which costs more than its rows."""
     rows = connection.execute(_ids_and_versions).all()
     return {row.id for row in rows}, {row.name: row.version for row in rows}
 
@@ -102,7 +102,7 @@ def _parse_state(text: str) -> ReplicaState | None:
         return None
     if not isinstance(words, dict):
         raise TypeError("a state is an object")
-    last_term, last_boot, flushed_end = map(int, words.get("reach", (0, 0, 0)))  # constant while it has no role
+    last_term, last_boot, flushed_end = map(int, words.get("reach", (0, 0, 0)))  # constant while the broker has no role
     return ReplicaState(
         role=int(words["role"]),
         term=int(words["term"]),

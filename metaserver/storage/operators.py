@@ -175,7 +175,9 @@ def _is_offline(offline: Offline) -> ColumnElement[bool]:
 
 
 def _insert_if_missing(connection: Connection, table: Table, same: ColumnElement[bool], values: dict[str, Any]) -> bool:
-    """The lock of the version row keeps two transactions from inserting the same row."""
+    """Insert a row unless there is one of the same key; return whether it was inserted. The lock of the version row
+    keeps two transactions from inserting the same row.
+    """
     if connection.execute(select(table.c.id).where(same)).first() is not None:
         return False
     connection.execute(insert(table).values(**checked(table, values)))

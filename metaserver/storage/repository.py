@@ -107,7 +107,7 @@ class Repository:
         """Create or change routes, each by compare-and-set on its version (0: none yet), in one transaction.
 
         Returns:
-            The stored routes afterwards, in this order. No groups: none of them exists.
+            The stored routes afterwards, in this order. A route without groups: none of its groups exists.
         """
         if not orders:
             return []

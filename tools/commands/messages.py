@@ -1,7 +1,7 @@
 """Core. Commands for messages: produce, consume, tail, browse, redrive, and for delayed messages.
 
-The former connect to brokers as clients do, so they need a token with the right to produce or consume; an operator's
-token may read. The latter count, list and cancel.
+Commands of MESSAGES connect to brokers as clients do, so they need a token with the right to produce or consume; an
+operator's token may read. Commands of DELAYS call the metaserver.
 """
 
 from __future__ import annotations

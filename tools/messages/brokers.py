@@ -24,7 +24,7 @@ from qmq.types import Endpoint
 APP = "tools.sh"
 ANSWER_S = 10.0
 TRIES, AGAIN_S = 5, 0.5
-"""A group has no master for a moment while roles are exchanged."""
+"""A group has no master for a moment while its roles are swapped."""
 _LATER = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -91,11 +91,10 @@ async def find_masters(session: Session, subject: str) -> list[Master]:
 
 
 async def masters_of_route(session: Session, subject: str, *, writes: bool = False) -> list[Master]:
-    """Return the masters of a subject's route; a new subject gets one by this. `writes`: produce to an existing
-    subject.
+    """Return the masters of a subject's route. Without `writes`, a new subject gets a route by this call.
 
     Raises:
-        Unanswered: the metaserver does not answer, or rejects the token; `writes`: the subject has no route yet.
+        Unanswered: the metaserver does not answer, or rejects the token; with `writes` also: the subject has no route.
     """
     try:
         address = await asyncio.to_thread(find_metaserver, session.metaserver.url)
@@ -177,7 +176,8 @@ class Looker:
             request.since_ms = request.until_ms = 0
 
     async def whole_body(self, message: pb.BrowsedMessage) -> bytes:
-        """Return the stored body of a message, of which it has the begin; a part if retention deletes it meanwhile.
+        """Return the whole stored body of a message, which holds only its begin. The rest is missing if retention
+        deletes the message meanwhile.
 
         Raises Unanswered.
         """

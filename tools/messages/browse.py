@@ -27,7 +27,7 @@ from qmq.tools.table import Block, Column, Table, moment
 from qmq.tools.terminal import complain, show
 
 WHOLE_BYTES_MAX = 256 << 20
-"""Of all bodies of one Browse, which prints them together; beyond that, bodies are cut to previews."""
+"""Limit for the sum of bodies of one Browse, which prints them together; bodies beyond it are cut to previews."""
 
 
 def browse(session: Session) -> Exit:
@@ -61,7 +61,7 @@ class _Reader:
         self._left = whole_bytes_max
 
     async def read(self, looker: Looker, message: pb.BrowsedMessage) -> dict[str, Any]:
-        """Raises Unanswered."""
+        """Return a message as JSON. Raises Unanswered."""
         texts = {property.name: property.value for property in message.properties}
         content, body = content_of(texts), None
         if message.HasField("body_bytes"):

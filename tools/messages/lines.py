@@ -17,7 +17,7 @@ from qmq.tools.table import printable, utc
 _WHOLE = {"id": str, "tags": list, "orderKey": str, "contentType": str, "propertyTypes": dict}
 """Members of a whole message besides properties and body, with their types; others describe its origin."""
 PREVIEW_BYTES = 2_000
-"""Of each body, for lines and tables."""
+"""Bytes of each body that lines and tables show."""
 LINE_CHARS, CELL_CHARS = 500, 120
 """Characters of a body on a line, and in a table."""
 
@@ -96,7 +96,7 @@ def _message(values: Mapping[str, str], value: dict[str, Any]) -> Message:
 
 
 def _texts(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return properties: texts, numbers and booleans; others as JSON."""
+    """Return the values of properties: texts, numbers and booleans as they are, lists and objects as JSON texts."""
     return {
         name: json.dumps(item, ensure_ascii=False) if isinstance(item, dict | list) else item
         for name, item in value.items()

@@ -29,8 +29,8 @@ from qmq.tools.table import Block, Column, Table
 from qmq.tools.terminal import ask, complain, is_yes, show
 
 OTHERS_MAX = 50_000
-"""Limit for dead letters that stay unacked until the end without being chosen. A broker delivers 200,000 to one
-consumer before it acks; beyond that, the first ones are skipped.
+"""Limit for dead letters that are not chosen and stay unacked until the end; beyond it, the first ones are skipped. A
+broker delivers at most 200,000 unacked messages to one consumer.
 """
 CHOSEN_MAX = 100_000
 CHOSEN_BYTES_MAX = 256 << 20
@@ -307,7 +307,7 @@ class _Pace:
         self._began_s = asyncio.get_running_loop().time()
 
     async def wait(self, messages: int) -> None:
-        """Wait until `count` more messages may go."""
+        """Wait until this many more messages may be sent."""
         due_s = self._began_s + self._messages / self._rate
         self._messages += messages
         await asyncio.sleep(max(due_s - asyncio.get_running_loop().time(), 0))
@@ -347,7 +347,7 @@ async def _typed_line() -> str:
 
 
 def _go_on_after_interrupt() -> None:
-    """Finish the report before an interrupt ends the process."""
+    """Clear the interrupt, so that the receipt is still written and shown."""
     task = asyncio.current_task()
     assert task is not None
     task.uncancel()
