@@ -346,8 +346,8 @@ def make_provider(settings: MetaserverSettings) -> ProviderPort | None:
 
 def _port_taken(host: str, port: int, name: str) -> str:
     return (
-        f"cannot listen on {Endpoint(host, port)}: another program does, or the address is not this machine's; "
-        f"stop that one, or set host or {name}"
+        f"cannot listen on {Endpoint(host, port)}: another program uses the port, or the address is not this "
+        f"machine's; stop that program, or set host or {name}"
     )
 
 

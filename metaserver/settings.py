@@ -44,7 +44,7 @@ class MetaserverSettings:
         "", why="file to start from while the database is away; default: beside SQLite's, else here; `none`: no file"
     )
     cluster_token: Token = setting(
-        secret=True, why="key of the installation: all its metaservers and brokers have it; may everything"
+        secret=True, why="key of the installation: all its metaservers and brokers have it; it grants every right"
     )
     cluster_token_before: Token = setting(
         "", secret=True, why="the key before a rotation: accepted as well, until it is taken out"
@@ -60,7 +60,7 @@ class MetaserverSettings:
     )
     oidc_issuer: str = setting("", why="OpenID provider by which people log in to the console; docs/access.md")
     oidc_client_id: str = setting("", why="this console's name at the provider")
-    oidc_client_secret: str = setting("", secret=True, why="given with the id; empty: the provider wants none")
+    oidc_client_secret: str = setting("", secret=True, why="given with the id; empty: the provider requires none")
     oidc_redirect: str = setting("", why="the console as browsers reach it: https://HOST/console/oidc/callback")
     oidc_roles: tuple[str, ...] = setting(
         (), why="roles: viewer=VALUE, operator=VALUE, admin=VALUE, of the claim that oidc_roles_claim names"
@@ -74,10 +74,13 @@ class MetaserverSettings:
         why="addresses and networks of nginx: their X-Forwarded-For names the caller in the audit trail",
     )
     new_subjects_per_minute: int = setting(
-        10_000, least=1, most=10_000_000, why="of one token's clients, so that none fills the tables"
+        10_000, least=1, most=10_000_000, why="for all clients of one token, so that none fills the tables"
     )
     new_subjects_max: int = setting(
-        200_000, least=1, most=100_000_000, why="of one token's clients while it runs: the sum of a minute's bound"
+        200_000,
+        least=1,
+        most=100_000_000,
+        why="for all clients of one token while this metaserver runs: bound of the sum of all minutes",
     )
     cluster: str = setting(
         "qmq",
@@ -97,21 +100,23 @@ class MetaserverSettings:
         most=300_000,
         why="two heartbeats of an idle broker; a closed connection is noticed at once",
     )
-    broker_timeout_ms: int = setting(
-        2000, unit="ms", least=50, most=60_000, why="a broker that is well answers a question in a few ms"
-    )
+    broker_timeout_ms: int = setting(2000, unit="ms", least=50, most=60_000, why="a healthy broker answers in a few ms")
     swap_catch_up_ms: int = setting(
-        5000, unit="ms", least=100, most=300_000, why="SwapRoles waits so long for the slave to have everything"
+        5000, unit="ms", least=100, most=300_000, why="longest wait of SwapRoles until the slave has everything"
     )
     swap_hold_ms: int = setting(
-        10_000, unit="ms", least=1000, most=300_000, why="the master accepts nothing for so long, then the swap is off"
+        10_000,
+        unit="ms",
+        least=1000,
+        most=300_000,
+        why="the master accepts nothing for this time; then the swap is cancelled",
     )
     swap_finish_ms: int = setting(
-        15_000, unit="ms", least=100, most=300_000, why="SwapRoles waits so long for the new master to report"
+        15_000, unit="ms", least=100, most=300_000, why="longest wait of SwapRoles for the report of the new master"
     )
     failover: bool = setting(
         False,
-        why="a slave that has all becomes the master by itself when its master is gone; SetFailover for one group",
+        why="a slave with every acknowledged message is promoted when its master is gone; SetFailover for one group",
     )
     failover_silence_ms: int = setting(
         2000,
@@ -141,12 +146,12 @@ class MetaserverSettings:
         for name, key in (("cluster_token", self.cluster_token), ("cluster_token_before", self.cluster_token_before)):
             token = token_text(key)
             if token and (len(token) < CLUSTER_TOKEN_CHARS_MIN or not token.isascii() or not token.isprintable()):
-                complaints.append(f"{name}: fewer than {CLUSTER_TOKEN_CHARS_MIN} characters, or others than ASCII's")
+                complaints.append(f"{name}: fewer than {CLUSTER_TOKEN_CHARS_MIN} characters, or not printable ASCII")
         complaints += advertising_complaints(self.host, self.advertised_ip)
         if not re.fullmatch(CLUSTER_NAME, self.cluster):
             complaints.append(f"cluster: {self.cluster!r} is no name; use 1 to 64 letters, digits, '.', '_' and '-'")
         if self.groups_per_subject_new < self.groups_per_subject_min:
-            complaints.append("groups_per_subject_new: less than groups_per_subject_min, so that it would not matter")
+            complaints.append("groups_per_subject_new: less than groups_per_subject_min, and would have no effect")
         if self.swap_hold_ms <= self.swap_catch_up_ms + self.broker_timeout_ms:
             complaints.append("swap_hold_ms: must be longer than swap_catch_up_ms and broker_timeout_ms together")
         if not all(_is_key(key) for key in self.password_keys):
@@ -168,7 +173,7 @@ class MetaserverSettings:
             if parts.scheme != "https" and not (parts.scheme == "http" and _is_own(parts.hostname or "")):
                 yield f"{name}: {address!r} is no https:// address; http:// is for this machine alone"
         if not self.oidc_roles:
-            yield "oidc_roles: empty, so no user could log in; such as operator=on-call"
+            yield "oidc_roles: empty, so no user could log in; set for example operator=on-call"
         for text in self.oidc_roles:
             role, equals, value = text.partition("=")
             if role not in ("viewer", "operator", "admin") or not equals or not value:

@@ -51,7 +51,7 @@ def _as_token(text: str, where: str) -> str:
     """Return the token without its line end; raise NoInput if it does not fit into a header."""
     token = text.strip("\r\n")
     if not token.isascii() or not token.isprintable():
-        raise NoInput(f"{where} holds no token: it has one line, of ASCII's characters")
+        raise NoInput(f"{where} holds no token. A token is one line of printable ASCII characters")
     return token
 
 

@@ -29,7 +29,7 @@ GROUP_CAUSES = {
     "offline": "its consumers are switched off: OnOffline --state=online ends that",
     "rate": "an operator limits how many messages a second it gets: LimitGroup --perSecond=0 ends that",
     "unacked": "a consumer has as many un-acked messages as it may: check its handlers, or restart it",
-    "postponed": "let fewer be postponed; more may wait at a delay group, if its consumers have the right redrive:",
+    "postponed": "postpone fewer messages; further ones wait at a delay group if the token has the right redrive:",
 }
 """Remedies for causes that stop a consumer group; names as in broker.group_status."""
 _GROUP_CAUSE = re.compile(r"^qmq_broker_group_cause\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
@@ -107,7 +107,7 @@ def judge_versions(versions: Mapping[str, str]) -> Iterator[Finding]:
         yield ok("versions", f"all run {next(iter(by_version))}")
     elif by_version:
         found = "; ".join(f"{version}: {', '.join(process)}" for version, process in sorted(by_version.items()))
-        yield warn("versions", found, "finish the upgrade: different versions are meant to meet only while it lasts")
+        yield warn("versions", found, "finish the upgrade: different versions may run together only until its end")
 
 
 def judge_facts(facts: Mapping[str, Any]) -> Iterator[Finding]:
@@ -167,14 +167,14 @@ def judge_group(group: Mapping[str, Any]) -> Iterator[Finding]:
         process = f"{replica['hostname']}:{replica['servePort']} ({replica['role'].lower()} of {name})"
         if replica["reachable"] and replica["term"] != term:
             found = f"{process} is in term {replica['term']}, the metaserver in term {term}"
-            yield fail("terms", found, "its log has the reason; maybe it reaches no metaserver")
+            yield fail("terms", found, "the broker's log has the reason; maybe it reaches no metaserver")
         elif replica["reachable"]:
             yield ok("terms", f"{process} is in term {term}")
     equal, lag = group["equal"], group["lagBytes"]
     if equal is False:
         yield fail("copies", f"the logs of {name} differ", "stop producing, run the audit, keep both disks")
     elif equal is None and lag is not None and lag > LAG_FINE_BYTES:
-        yield warn("copies", f"the slave of {name} lacks {size(lag)}", "look again: it must shrink")
+        yield warn("copies", f"the slave of {name} lacks {size(lag)}", "look again: the lag must shrink")
     elif equal is not None or lag is not None:
         yield ok("copies", f"the slave of {name} is in sync")
 
@@ -201,7 +201,7 @@ def _judge_clocks(
     if abs(off_s) > CLOCK_OFF_S_MAX:
         found = (
             f"the clock of {process} is wrong by {off_s:.1f} s; "
-            "messages come due by the other copy's and the metaserver's"
+            "messages come due by the clocks of the other copy and the metaserver"
         )
         yield warn("clocks", found, "set it right, and run a time service (chrony, systemd-timesyncd) on all machines")
     if (compared := int(metrics.get("qmq_delayserver_clocks", 3))) < 3:
@@ -233,7 +233,7 @@ def judge_broker(
     yield from _judge_clocks(process, prefix, metrics, ahead_s)
     if (age_s := metrics.get("qmq_delayserver_due_age_seconds", 0.0)) > DUE_AGE_S_MAX:
         due = int(metrics.get("qmq_delayserver_due_messages", 0))
-        found = f"{process} has {due:,} messages due, one for {age_s:,.0f} s"
+        found = f"{process} has {due:,} due messages, the oldest for {age_s:,.0f} s"
         yield warn("delays", found, "DelayStats names the subjects and why they wait")
     held = metrics.get("qmq_broker_held_bytes", 0)
     if held:
@@ -289,7 +289,7 @@ def judge_limits(process: str, text: str) -> Iterator[Finding]:
         yield warn("limits", found, "its log names them (limit reached): let them send less, or raise the setting")
     for setting, subjects in full.items():
         lately = f"{process} refused producers of {first_of(subjects)} within the last minute"
-        found = f"{lately}: as much waits for a consumer group as may ({setting})"
+        found = f"{lately}: the backlog of a consumer group reached its limit ({setting})"
         yield warn("limits", found, f"Lag shows the group: let it catch up, or raise SetLimits --{setting}")
 
 

@@ -63,7 +63,9 @@ def _unused(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _InUse("a process runs on it; ReplicaStatus asks that one, or stop it first") from None
+            raise _InUse(
+                "a process runs on it. Use ReplicaStatus for a running broker, or stop the process first"
+            ) from None
         yield
 
 

@@ -186,8 +186,8 @@ def _epoch(status: Sequence[int] | None) -> tuple[int, int]:
 
 
 ABOUT_MISSED = (
-    "{}: start it with the data directory that it had. If its disk is at hand, `qmq inspect DIR --json` and name the "
-    "file in --reports; if it never returns, name it in --gone"
+    "{}: start it with the data directory that it had. If its disk is at hand, run `qmq inspect DIR --json` and "
+    "name the output file in --reports; if the disk never returns, name the broker in --gone"
 )
 
 

@@ -256,7 +256,9 @@ def _moment(text: str, *, now_ms: int) -> str:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither 2026-01-31T12:00:00Z nor 90m, nor a number") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no time; use 2026-01-31T12:00:00Z, 90m (ago), +90m or milliseconds since 1970"
+        ) from None
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
     return str(round(moment.timestamp() * 1000))

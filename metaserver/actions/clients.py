@@ -92,7 +92,7 @@ class Clients:
         answers, unasked = {}, []
         for row, result in zip(rows, results, strict=True):
             if isinstance(result, (grpc.aio.AioRpcError, OSError, http.client.HTTPException, ValueError)):
-                log.warning("metaserver not asked address=%s reason=%s", row.http_address, result)
+                log.warning("metaserver did not answer address=%s reason=%s", row.http_address, result)
                 unasked.append(row.http_address)
             elif isinstance(result, BaseException):
                 raise result

@@ -117,7 +117,7 @@ def _rule(rule: Offline) -> str:
 log = logging.getLogger("qmq.metaserver")
 
 _QMQ_CODES = {"1": "latest", "2": "earliest"}
-_ONE_BY_ONE = "subjects and consumer groups are limited one by one: * stands for none of them here"
+_ONE_BY_ONE = "limits are set for one subject or consumer group at a time; * is not allowed here"
 _WITH_VALUE = ("sequence", "time")
 _REMOVED = "removed"
 
@@ -222,8 +222,8 @@ async def _carry_out_move(desk: Desk, words: Words, plan: Plan, audit: AuditRow)
     if done or any(may_be_done for _, may_be_done in failed.values()):
         names = ", ".join(done) or "none for certain"
         raise PartlyDone(
-            f"done on {names}; not, or not for certain, on {text}. Look with Consumers, then repeat: where it is done "
-            "already, it will be so again",
+            f"done on {names}; not, or not for certain, on {text}. Look with Consumers, then repeat: that changes "
+            "nothing where it is done already",
             {**data, "result": result, "failed": shown},
         )
     raise OperatorError(text)

@@ -154,7 +154,7 @@ async def _carry_out_cancel(desk: Desk, words: Words, plan: Plan, audit: AuditRo
     if failed and (keys or UNKNOWN in outcomes["ids"].values()):  # an id means one message, a key maybe many
         text = "; ".join(f"{name}: {why}" for name, why in failed.items())
         raise PartlyDone(
-            f"not every group of delay servers answered: {text}. Repeat it, that changes nothing else", data
+            f"not every group of delay servers answered: {text}. Repeat it; that changes nothing else", data
         )
     return data
 

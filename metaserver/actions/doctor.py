@@ -209,7 +209,10 @@ def _return_places(unplaced: Sequence[Mapping[str, Any]], first: Role) -> tuple[
     ]
     is_one = len(unplaced) == 1
     found = f"{named} {'has' if is_one else 'have'} its log and no place"
-    return found, f"empty none of them, and return them to their places: {', then '.join(calls)}; or stop them"
+    return (
+        found,
+        f"keep their data directories, and return the brokers to their places: {', then '.join(calls)}; or stop them",
+    )
 
 
 def _group(desk: Desk, group: Group, unplaced: Sequence[Mapping[str, Any]] = ()) -> Check:
@@ -278,7 +281,7 @@ def _metaservers(desk: Desk) -> Check:
     stopped = [address for address in peers.stopped(now_ms=registry.now_ms()) if address not in silent]
     found = [f"{word}: {', '.join(rows)}" for word, rows in (("silent", silent), ("stopped", stopped)) if rows]
     if found:
-        return check(False, "; ".join(found), "start them; after a day without them this line ends by itself")
+        return check(False, "; ".join(found), "start them; after a day without them this finding ends by itself")
     return check(True, f"{len({row.id for row in peers.rows} | {desk.own_id})} up")
 
 

@@ -62,7 +62,7 @@ class GroupExpiry:
                 if self._days:
                     await self.look(now_ms=wall_ms(), now_s=time.monotonic())
             except QmqError as error:
-                log.warning("unused consumer groups not looked for, again in an hour reason=%s", error)
+                log.warning("search for unused consumer groups failed, repeated in an hour reason=%s", error)
 
     async def remove_broadcasts(self, *, now_ms: int) -> None:
         """Remove the rows of broadcast consumers without a position on any broker group, `ROWS_MAX` per call.

@@ -342,7 +342,7 @@ class Console:
         return _go(_link("/login", next=form)) if len(form) <= FORM_CHARS_MAX else _go(f"{ROOT}/login")
 
     def _refuse_form(self, visit: Visit) -> Response:
-        why = "this form is not of your session; nothing was changed. Open the page again"
+        why = "this form belongs to another session; nothing was changed. Open the page again"
         return self._page(visit, "refused.html", 403, title="Refused", why=why)
 
     def _page(self, visit: Visit, template: str, status: int = 200, /, *, title: str, **context: Any) -> Response:

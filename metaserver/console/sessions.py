@@ -99,13 +99,13 @@ class Sessions:
         """Return the caller of a cookie; raises AccessError."""
         text, _, signature = cookie[:COOKIE_CHARS_MAX].rpartition(".")
         if not self._is_signed(text, signature):
-            raise AccessError("log in")
+            raise AccessError("the session is not valid: log in again")
         try:
             identity, until_ms, nonce = text.split(".")
             has_ended = now_ms >= int(until_ms)
             person = _person(identity, peer) if identity.startswith(_PERSON) else None
         except (ValueError, TypeError):  # signed for another purpose, or by another version
-            raise AccessError("log in") from None
+            raise AccessError("the session is not valid: log in again") from None
         if has_ended:
             raise AccessError("the session has ended: log in again")
         if nonce in self._ended:

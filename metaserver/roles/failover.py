@@ -204,7 +204,7 @@ class Failovers:
         except QmqError as error:
             self._refuse(name, Refusal.SLAVE_DOWN, str(error))
         except Exception:
-            log.exception("failover not tried broker_group=%s", name)
+            log.exception("failover attempt failed broker_group=%s", name)
 
     async def fail_over(self, name: str) -> None:
         """Promote a slave of a group that lost its master, or record why not.
@@ -227,7 +227,7 @@ class Failovers:
         if group is None:
             raise UnknownGroup(name)
         if group.master is not None and not self._cause(group):
-            raise OperatorError(f"{group.master.key} is there, the master of {name}; SwapRoles exchanges the roles")
+            raise OperatorError(f"{group.master.key}, the master of {name}, is up; SwapRoles exchanges the roles")
         facts = await self._learn(group, master_gone=master_gone)
         promotion.require(facts)
         return promotion.choose(facts)

@@ -183,8 +183,8 @@ _RECOVER = _START + "qmq RecoverGroup --brokerGroup={group} --gone={master}"
 WAY_ON: Mapping[Refusal, str] = {
     **dict.fromkeys(Refusal, _RECOVER),
     Refusal.NO_SLAVE: "AddBroker adds a slave; messages of the master's disk return with that disk only",
-    Refusal.HALF_SWAPPED: "finish that with ReplaceBroker --role={slave_role}",
-    Refusal.OLD_ROW: "Doctor names the AdoptRoles that decides",
+    Refusal.HALF_SWAPPED: "finish the swap with ReplaceBroker --role={slave_role}",
+    Refusal.OLD_ROW: "Doctor shows the AdoptRoles command that decides",
     Refusal.SLAVE_DOWN: (
         "start slaves, or the master, {master}; if some never return: qmq RecoverGroup --brokerGroup={group} --gone=…"
     ),

@@ -275,8 +275,8 @@ def swap_stopped(
         return None, holder
     if holder is None or other is None or other.key != broker.key:
         raise OperatorError(
-            f"a swap exchanges the two brokers of {group.name}, and {broker.key} is none of them; without swap=true, "
-            "ReplaceBroker puts a new broker in a place"
+            f"a swap exchanges the two brokers of {group.name}, and {broker.key} is neither of them; without "
+            "swap=true, ReplaceBroker puts a new broker in a place"
         )
     for member in (holder, other):
         _require_stopped(group, member, may_be_up)
@@ -391,7 +391,7 @@ def check_two_copies(group: Group, instead: str) -> None:
 def check_not_half_swapped(group: Group) -> None:
     if group.half_swapped:
         call = _replace_call(group, Role.SLAVE)
-        raise OperatorError(f"{group.name} is half swapped with ReplaceBroker; finish that with {call}")
+        raise OperatorError(f"{group.name} is half swapped; finish the swap with {call}")
 
 
 def refuse_unknown(registering: Broker, directory: Directory) -> NoReturn:

@@ -288,7 +288,7 @@ def dead_letters_refusal(limits: Iterable[OperatorLimits], routes: Routes, after
     if not to:
         return []
     if is_derived_name(subject) or is_derived_name(to):
-        return ["retry and dead-letter subjects are brokers' own; name real ones"]
+        return ["retry and dead-letter subjects belong to the brokers; name real subjects"]
     if not has_route(routes, to):
         return [f"{to} has no route; it gets one with its first producer or consumer"]
     if subject in _reached(limits, to):

@@ -210,7 +210,9 @@ def _state(message: pb.BrokerState, first: pb.BrokerState) -> ReplicaState:
             statement, which one invalid point would block.
     """
     if message.incarnation != first.incarnation:
-        raise InvalidRequest("a heartbeat stream is of one data directory; open another one for another")
+        raise InvalidRequest(
+            "a heartbeat stream belongs to one data directory; open another stream for another directory"
+        )
     return convert.state_from_message(message)
 
 

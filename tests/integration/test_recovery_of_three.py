@@ -43,7 +43,7 @@ def qmq(cluster, command, group, *words, **options):
 
     def tried():
         ended = cluster.tool(command, "--yes", *words, brokerGroup=group, **options)
-        return None if "is running" in ended.stderr or "is there, the master" in ended.stderr else ended
+        return None if "is running" in ended.stderr or "is up; SwapRoles" in ended.stderr else ended
 
     return until(tried, "the brokers count as stopped")
 

@@ -92,7 +92,7 @@ def _quarantine(data: Any) -> Iterable[Block]:
     for copy in data["brokers"]:
         broker = f"{copy['hostname']}:{copy['servePort']}"
         if why := data["unasked"].get(broker):
-            yield warning(f"{broker}: not asked, {why}")
+            yield warning(f"{broker}: no answer, {why}")
             continue
         title = f"\n{broker}: {copy['bytes']:,} of at most {copy['bytesMax']:,} bytes"
         yield Table(columns, copy["parts"], title=title, empty=f"{broker} keeps nothing")
@@ -112,7 +112,7 @@ def _rates(data: Any) -> Iterable[Block]:
     )
     yield Table(columns, data["rates"][-12:], empty="its master has just begun, or does not answer")
     for name, why in data["unasked"].items():
-        yield warning(f"{name}: not asked, {why}")
+        yield warning(f"{name}: no answer, {why}")
 
 
 def _brokers(brokers: Any) -> Table:

@@ -89,7 +89,7 @@ def _reset(data: Any) -> Iterable[Block]:
 
 
 def _removed(data: Any) -> Iterable[Block]:
-    yield good(f"{data['group']} is removed from {data['subject']}; SKIPPED were not consumed")
+    yield good(f"{data['group']} is removed from {data['subject']}; messages under SKIPPED were not consumed")
     yield from _moved(data)
 
 

@@ -233,7 +233,7 @@ def _clock(row: Mapping[str, Any]) -> Cell:
 
 def _unasked(data: Mapping[str, Any]) -> Iterable[Block]:
     for name, why in (data.get("unasked") or {}).items():
-        yield warning(f"not asked: {name}, {why}")
+        yield warning(f"without an answer: {name}, {why}")
 
 
 def _listed(data: Any) -> Iterable[Block]:
@@ -247,7 +247,7 @@ def _listed(data: Any) -> Iterable[Block]:
             Column("GROUP", "brokerGroup", drop=1),
         ),
         data["messages"],
-        empty="no such message pends",
+        empty="no delayed message matches",
     )
     if data["more"]:
         yield "there are more: continue with --since, or raise --limit"

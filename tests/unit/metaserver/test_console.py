@@ -223,7 +223,7 @@ async def test_each_form_requires_csrf_and_same_site(console):
         if path != "/console/login":  # before the login; its cookie does not come from another site
             for csrf in ("", "x", "ä", others):
                 answer = await console.browser.post(path, data={"csrf": csrf, "action": "DrainGroup"})
-                assert answer.status_code == 403 and "not of your session" in answer.text, path
+                assert answer.status_code == 403 and "belongs to another session" in answer.text, path
     await console.see()
 
 

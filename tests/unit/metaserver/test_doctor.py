@@ -194,7 +194,7 @@ SITUATIONS = [
         "slave without a place",
         slave_without_a_place,
         verdict=("FAIL groups: g1 has no slave, but g1-b:20881 has its log and no place",),
-        remedy="empty none of them, and return them to their places: "
+        remedy="keep their data directories, and return the brokers to their places: "
         "qmq AddBroker --brokerGroup=g1 --role=1 --hostname=g1-b",
     ),
     Situation(

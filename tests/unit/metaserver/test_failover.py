@@ -441,7 +441,7 @@ async def test_operator_fails_over_a_disabled_group(three):
     assert row(three) == (before[0] + 1, "g1-c", {"g1-a", "g1-b"})
     newest = (await three.audit())[0]
     assert (newest.who, newest.action, newest.parameters["slaveEnd"]) == ("anna", "Failover", 5000)
-    assert "g1-c:20881 is there, the master of g1; SwapRoles" in await three.refused("Failover", brokerGroup="g1")
+    assert "g1-c:20881, the master of g1, is up; SwapRoles" in await three.refused("Failover", brokerGroup="g1")
 
 
 async def test_master_gone_allows_restarted_slaves(three):

@@ -166,8 +166,10 @@ async def test_limits_change_named_fields_only(world):
     await world.done("LimitGroup", subject="s1", group="shop", perSecond="0")
     assert world.registry.directory.limits == frozenset() and await world.done("ListLimits") == []
     for words in ({"subject": "*", "group": "shop"}, {"subject": "s1", "group": "*"}):
-        assert "one by one" in await world.refused("LimitGroup", perSecond="5", **words)
-    assert "one by one" in await world.refused("SetLimits", subject="*", expiresAfterS="60")
+        assert "one subject or consumer group at a time" in await world.refused("LimitGroup", perSecond="5", **words)
+    assert "one subject or consumer group at a time" in await world.refused(
+        "SetLimits", subject="*", expiresAfterS="60"
+    )
     dead = "%DEAD_RETRY%s1%shop"
     assert "only be dropped" in await world.refused("SetLimits", subject=dead, expired="deadLetter")
     await world.done("SetLimits", subject=dead, expiresAfterS="60")
@@ -184,7 +186,7 @@ async def test_chosen_dead_letter_subject_gets_all_source_groups(world):
     reasons = {
         "nowhere": "nowhere has no route",
         "s1": "in a circle",
-        "%RETRY%other%shop": "name real ones",
+        "%RETRY%other%shop": "name real subjects",
     }
     for to, reason in reasons.items():
         assert reason in await world.refused("LimitGroup", deadLettersTo=to, **words)

@@ -118,7 +118,7 @@ def test_refusals_name_the_roles_of_delay_servers():
     with pytest.raises(OperatorError, match="first put b:20881 in its place with ReplaceBroker --role=5"):
         rules.replace_broker(delay_directory(), delay_server("a", Role.SLAVE), is_down)
     half = replace(delay_directory().groups["g1"], slaves=(), half_swapped=True)
-    with pytest.raises(OperatorError, match="finish that with ReplaceBroker --role=6"):
+    with pytest.raises(OperatorError, match="finish the swap with ReplaceBroker --role=6"):
         rules.check_not_half_swapped(half)
 
 
@@ -360,8 +360,8 @@ def test_swap_of_two_stopped_brokers_is_one_change():
     [
         pytest.param(directory(), broker("b"), is_up("a"), "a:20881 .MASTER of g1. is running", id="master runs"),
         pytest.param(directory(), broker("b"), is_up("b"), "b:20881 .SLAVE of g1. is running", id="slave runs"),
-        pytest.param(directory(), broker("c"), is_down, "none of them", id="third broker"),
-        pytest.param(directory(slave=None), broker("b"), is_down, "none of them", id="no slave"),
+        pytest.param(directory(), broker("c"), is_down, "neither of them", id="third broker"),
+        pytest.param(directory(slave=None), broker("b"), is_down, "neither of them", id="no slave"),
         pytest.param(directory(slave=None, half_swapped=True), broker("b"), is_down, "half swapped", id="half swapped"),
         pytest.param(Directory(), broker("b"), is_down, "no broker group g1", id="no group"),
         pytest.param(

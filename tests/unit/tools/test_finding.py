@@ -108,8 +108,8 @@ def test_full_subjects_are_findings_with_their_limit():
     assert own.found == "a:1 stopped or refused clients within the last minute: window_bytes"
     assert (subjects.level, subjects.step) == (Level.WARN, "limits")
     assert subjects.found == (
-        "a:1 refused producers of a, b, c and 2 more within the last minute: as much waits for a consumer group as may "
-        "(messagesMax)"
+        "a:1 refused producers of a, b, c and 2 more within the last minute: the backlog of a consumer group "
+        "reached its limit (messagesMax)"
     )
     assert "Lag" in subjects.do and "SetLimits --messagesMax" in subjects.do
 
@@ -133,7 +133,7 @@ def test_delay_server_has_its_own_findings():
     assert (found.level, found.step) == (Level.WARN, "clocks") and "2 of 3" in found.found
     late = metrics | {"qmq_delayserver_due_messages": 7.0, "qmq_delayserver_due_age_seconds": 61.0}
     (found, _) = judge_broker("d:1", "DELAY_MASTER", late)
-    assert (found.level, found.step) == (Level.WARN, "delays") and "7 messages" in found.found
+    assert (found.level, found.step) == (Level.WARN, "delays") and "7 due messages" in found.found
     assert read_version('qmq_delayserver_info{broker_group="d1",version="1.2"} 1.0') == "1.2"
 
 
