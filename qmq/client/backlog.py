@@ -33,11 +33,11 @@ from qmq.errors import MessageTooLarge, QmqError, QueueFull
 from qmq.states import TRANSITIONS_KEPT, Transition
 
 SHARES = 8
-"""Limit of one queue, as a multiple of the free room. A queue that does not move leaves a ninth to the others."""
+"""Limit of one queue, as a multiple of the free room. A stuck queue thus leaves a ninth of the room to the others."""
 
 
 class Place(Protocol):
-    """Place of a call in a line, an `asyncio.Future`: it ends when the call is the first."""
+    """Place of a call in a line: an `asyncio.Future`, which is done once the call is the first."""
 
     def done(self) -> bool: ...
 
@@ -45,16 +45,16 @@ class Place(Protocol):
 
 
 Line: TypeAlias = deque[Place]
-"""Calls that wait for room in a queue, the first one first. Without a line a call could overtake one that is woken and
-does not run yet: messages of one order key, or of one transaction, would change places.
+"""Calls that wait for room in a queue, in the order of the calls. Without a line a new call could overtake a woken one
+that does not run yet, and messages of one order key or one transaction would change places.
 """
 
 
 class Backlog:
     """Total size of a producer's queues, and the room left for each of them.
 
-    A single queue may grow to `messages_max` and `bytes_max`. With others it gets less and never all, so subjects
-    without a writable broker group leave room for the rest.
+    A lone queue may grow to `messages_max` and `bytes_max`. Beside others its limit is lower and leaves some room, so
+    subjects without a writable broker group do not block the rest.
     """
 
     def __init__(self, messages_max: int, bytes_max: int) -> None:
@@ -84,7 +84,8 @@ class Backlog:
         """Return whether `queue` has room for a message of `size` bytes; an empty backlog takes any size.
 
         Args:
-            label: of the message; there is no room while an earlier one of its order key still waits for it.
+            label: label of the message. There is no room while an earlier message of its order key still waits for
+                room.
         """
         if self.entering and (queue.subject, label >> 32) in self.entering:
             return False
@@ -283,19 +284,21 @@ class SendOrder:
     """Order in which a producer's waiting queues send. Made by the sender; used on its loop.
 
     A waiting queue is active while some broker group may take from it. A crowded queue found no room in its groups and
-    is active again after their answers: checking 20,000 queues with each answer would be too slow. The others wait for
-    a route, or for the outcome of their batch in flight.
+    is active again after one of their answers, because checking 20,000 queues at each answer would be too slow. All
+    other queues wait for a route, or for the outcome of their batch in flight.
     """
 
     def __init__(self) -> None:
         self.waiting: dict[SubjectQueue, None] = {}
         """Queues that are not empty."""
         self.active: OrderedDict[SubjectQueue, None] = OrderedDict()
-        """Next queue first. Not a dict: finding its first entry takes as long as entries were deleted before it."""
+        """Next queue first. Not a dict: to find its first entry, a dict steps over all entries that were deleted before
+        it.
+        """
         self._crowded: dict[str, OrderedDict[SubjectQueue, None]] = {}
         """Crowded queues by broker group, longest waiting first."""
         self._to_expire: list[SubjectQueue] = []
-        """Queues with the deadlines to check next."""
+        """Queues whose deadlines are checked next."""
 
     def note(self, queue: SubjectQueue, *, is_active: bool) -> None:
         """Record that a queue has messages; an active queue keeps its place."""
@@ -352,7 +355,7 @@ class Limits(NamedTuple):
         return min(self.window_bytes, self.packet_bytes_max - PRODUCE_OVERHEAD_BYTES)
 
     def exceeded(self, batch_bytes: int, group: str) -> MessageTooLarge:
-        """Return the error of a larger batch, of one message."""
+        """Return the error for a batch of one message above the limit."""
         return MessageTooLarge(
             f"{batch_bytes} bytes exceed the request limit of {group}, {self.batch_bytes_max}: send less, or raise "
             "packet_bytes_max and window_bytes of its brokers"
@@ -360,7 +363,7 @@ class Limits(NamedTuple):
 
 
 class GroupBatches:
-    """Batches with a number of one broker group, from admission to result.
+    """Numbered batches of one broker group, from admission to result.
 
     Numbers ascend from 1. The oldest unresolved and the newest one are at most 63 apart, so each can be repeated.
     Batches of unknown outcome are repeated first, in order.
@@ -379,8 +382,8 @@ class GroupBatches:
         """Number of batches in flight."""
         self.limits: Limits = Limits(1 << 30, 1 << 30)
         self.batch_bytes_max: int = BATCH_BYTES_MAX
-        """Size limit of a new batch: the cheapest size per message, or less while the broker advises so, as it does for
-        a quiet client.
+        """Size limit of a new batch: the size with the lowest cost per message, or less while the broker advises less,
+        as it does to a quiet client.
         """
 
     @property
@@ -441,7 +444,7 @@ class GroupBatches:
         return None
 
     def answered(self, batch: Batch, answer: Answer | type[Answer]) -> BatchState:
-        """End an attempt, which is not in flight any more; return the batch's new state."""
+        """Record the answer to a batch's attempt, which ends it; return the batch's new state."""
         self.load -= 1
         self._bytes_in_flight -= batch.body_bytes
         return batch.life.on(answer)

@@ -109,14 +109,14 @@ class Result(NamedTuple):
 
 
 OnReceipt = Callable[[Receipt], object]
-"""Callback with a receipt; an awaitable it returns is awaited (qmq.client.handler)."""
+"""Callback that gets a receipt. If it returns an awaitable, that is awaited (qmq.client.handler)."""
 
 
 class Batch:
     """Messages of one subject in one produce request, owned by a producer until `result` is set.
 
-    `blocks`, concatenated, are the request's body. `flags` show whether labels follow the batch in it. `due_ms` is the
-    common due time of a delayed `send_many`. `life` exists once the batch has a `number`.
+    `blocks`, concatenated, are the request's body. `flags` state whether labels follow the messages in the body.
+    `due_ms` is the common due time of a delayed `send_many`. `life` exists once the batch has a `number`.
     """
 
     __slots__ = (
@@ -327,8 +327,8 @@ def _receipt(part: Batch | list[Callable[[], Receipt]], position: int) -> Receip
 class NumberedBatch(NamedTuple):
     """Messages of one subject with a stored number; `blocks`, concatenated, are the body of a PRODUCE.
 
-    `flags` show whether labels follow the batch in it; `crc` is the CRC-32 of the body. A (producer, number) pair must
-    always stand for the same messages.
+    `flags` state whether labels follow the messages in the body; `crc` is the CRC-32 of the body. A (producer, number)
+    pair must always stand for the same messages.
     """
 
     producer: int

@@ -1,8 +1,8 @@
 """Shell. Monitor of event loops: names a handler that blocks its loop, while it blocks.
 
 One thread per process looks once a second for the task that each loop runs. If two looks find one task with the same
-messages, it schedules a callback on the loop; until that runs, the loop is blocked. A worker stores one reference per
-call.
+messages, it schedules a callback on the loop; until that runs, the loop is blocked. A call costs its worker only the
+storing of one reference.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOOK_S = 1.0
 STILL_S = 5.0
 """After a longer gap between looks the whole process stood still, and no handler is named."""
 BLOCKED_S = 5.0
-"""Age of a block in its first line of the log; each next line follows at twice the age."""
+"""Duration of a block at its first log line; each further line follows at twice the duration."""
 REMEMBERED_MAX = 1_000
 _OURS = str(Path(__file__).parent), str(Path(asyncio.__file__).parent)
 
@@ -51,7 +51,7 @@ class LoopMonitor:
         self._calls: dict[asyncio.Task[object], Call] = {}
         self._suspicions: dict[asyncio.AbstractEventLoop, _Suspicion] = {}
         self._blocks: dict[tuple[str, str, str, int], str] = {}
-        """Text for the reasons of messages with calls that blocked, the oldest first."""
+        """Text for the failure reason of each message whose handler blocked its loop, the oldest first."""
         self._thread: threading.Thread | None = None
 
     @contextmanager
@@ -71,7 +71,7 @@ class LoopMonitor:
                 del self._calls[task]
 
     def explained(self, message: ReceivedMessage, decision: Refused) -> Refused:
-        """Return the decision; if the message's handler blocked its loop, the reason of a failure names that."""
+        """Return the decision. If the message's handler blocked its loop, the reason of a failure names the block."""
         text = self._blocks.get(_key(message)) if self._blocks and decision.is_failure else None
         return decision if text is None else decision._replace(reason=f"{decision.reason}; {text}")
 
@@ -112,7 +112,9 @@ class LoopMonitor:
 
 @dataclass(eq=False, slots=True)
 class _Suspicion:
-    """`seen`: a worker's messages, or another task, that a look found running. `run`, on the loop, ends it."""
+    """Suspected block of a loop. `seen`: the worker's messages, or the other task, that a look found running. `run`,
+    called on the loop, ends the suspicion.
+    """
 
     seen: object
     asked_s: float | None = None

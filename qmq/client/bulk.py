@@ -1,8 +1,8 @@
 """Shell. One call of `send_many`: encodes messages into batches and keeps the receipts in their order.
 
-The bytes are those of `qmq.codec`; its encoder decides in all unusual cases. In a profile of the simple way (encode
-each value, join a message, join the batch), with one property of 1 KiB, small copies and calls took half of the time
-and page faults of fresh buffers the other half. So
+The bytes are those of `qmq.codec`, whose encoder handles all unusual cases. The simple way encodes each value, joins
+each message, and joins the batch. In its profile, with one property of 1 KiB, small copies and calls took half of the
+time and page faults of fresh buffers the other half. Therefore:
 
 - a batch is built as *text* in which one character stands for one byte (latin-1): ASCII strings, the usual case, go
   into it without an object or a copy of their own;
@@ -60,18 +60,19 @@ _SIZES = [n.to_bytes(4, "big").decode("latin-1") for n in range(4_096)]
 BLOCK_BYTES = 32 * 1024
 """Measured: 16 to 64 KiB cost the same; with 512 KiB a message of 1 KiB takes twice as long."""
 RAW_BYTES_MIN = 16 * 1024
-"""Size of a body from which on a copy costs more than a block of its own."""
+"""Size of a body above which a copy costs more than a block of its own."""
 _names: dict[str, str] = {}
-"""Property names with their length in front; names repeat."""
+"""Cache of encoded property names, each with its length in front."""
 _UNUSUAL = "left to the encoder"
 _LEFT_TO_THE_ENCODER = InvalidMessage, UnicodeEncodeError, IndexError, AttributeError
-"""Exceptions that unusual messages raise. AttributeError: properties are no dict."""
+"""Exceptions that unusual messages raise. AttributeError: the properties are not a dict."""
 
 
 class EncodedRun(NamedTuple):
-    """Batch of the messages read, without the last one if that is `rest`; labels follow it if `flags` has their bit.
+    """Batch of the messages read. Labels follow it if `flags` has their bit.
 
-    `rest` did not fit, has an order key or another subject, or cannot be encoded: `error`.
+    `rest` is the last message read, if it is not in the batch: it did not fit, has an order key or another subject, or
+    cannot be encoded, because of `error`.
     """
 
     ids: list[str]
@@ -100,7 +101,7 @@ def encode_run(
         compress_bytes_min: see `batch_encoder`.
 
     Raises:
-        InvalidMessage: one of them is no message.
+        InvalidMessage: an element of `messages` is not a message.
     """
     if due_ms is None:
         encoder = batch_encoder(subject, now_ms, compress_bytes_min)
@@ -143,10 +144,10 @@ class _Run:
         self.bare, self.bodied = _fronts(encoder, 0), _fronts(encoder, FLAG_BODY)
         self.fixed_bytes = len(self.bare[0]) + 2 + 4
         self.body_bytes_end = body_bytes_end
-        """Size from which on the encoder handles a body: it is too large, or compressed."""
+        """Smallest size of a body that is left to the encoder, because it is too large or gets compressed."""
         self.bytes_max = bytes_max
         self.blocks: list[bytes] = [b""]
-        """The first one is for the ends of the messages."""
+        """The first block is for the end offsets of the messages."""
         self.message_bytes: list[int] = []
         self.message_ids: list[str] = []
         self.labels: dict[int, int] = {}
@@ -156,10 +157,10 @@ class _Run:
         self.is_over = False
 
     def encode_alone(self, message: Message) -> bytes | None:
-        """Return an unusual message as its encoder makes it; None: it is refused, and the batch is over.
+        """Return an unusual message as encoded by the encoder, or None if that refuses it, which ends the batch.
 
         Raises:
-            InvalidMessage: it is no message.
+            InvalidMessage: `message` is not a message.
         """
         if not isinstance(message, Message):
             raise not_a_message(message)
@@ -270,7 +271,9 @@ def _encode_block(run: _Run, messages: Iterator[Message]) -> None:
 
 
 def _fronts(encoder: Encoder, flag: int) -> tuple[str, str, dict[int, str]]:
-    """Return the text before a message's id: without tags, with them, and a cache of those with the id's length."""
+    """Return the text before a message's id: without tags, with tags, and an empty cache of texts that end with the
+    id's length.
+    """
     front, flag = encoder.front.decode("latin-1"), encoder.flag | flag
     return chr(flag) + front, chr(flag | FLAG_TAGS) + front, {}
 
@@ -281,7 +284,7 @@ def _add_front(fronts: dict[int, str], untagged: str, id_bytes: int) -> str:
 
 
 def _own(message: Message, is_typed: bool) -> str:
-    """Return the properties of QMQ itself, of a message that has some."""
+    """Return the encoded properties that QMQ itself adds to a message."""
     if message.retries_max is not None or message.expires_after is not None:
         return encode_own(message, is_typed=is_typed, encoding="").decode("latin-1")
     content_type = message.content_type
@@ -315,7 +318,7 @@ MIXED_BYTES = 8 << 20
 
 
 class _Encoded(NamedTuple):
-    """Message of a mixed stretch; `position` is its place there."""
+    """Encoded message of a stretch with several subjects; `position` is its place in the stretch."""
 
     position: int
     id: str
@@ -327,7 +330,7 @@ class BulkSend:
     """One call of `send_many`, made by a producer.
 
     Args:
-        timeout_ms: deadline of each batch, from when there is room for it.
+        timeout_ms: time limit of each batch, which begins when there is room for it.
         until_ms: common deadline by the sender's clock, waiting for room included; None for none.
     """
 
@@ -355,10 +358,12 @@ class BulkSend:
         self._is_mixed = False
         """Whether the subject changed at the last message, so that the next ones share batches per subject."""
         self._stuck: set[str] = set()
-        """Subjects with a last batch that waited until its deadline: their other batches do not wait as long again."""
+        """Subjects whose last batch waited until its deadline. Their next batches do not wait as long again."""
 
     async def send(self, messages: Iterable[Message]) -> None:
-        """Send messages, and read no more of them than fit into the queue: the first unsent ones may have gigabytes."""
+        """Send messages. Reads no further ahead than the queue has room, because all messages together may take
+        gigabytes.
+        """
         source = iter(messages)
         for message in source:
             rest = await self._send_first(message, source)
@@ -366,7 +371,9 @@ class BulkSend:
                 rest = await self._send_first(rest, source)
 
     async def _send_first(self, message: Message, source: Iterator[Message]) -> Message | None:
-        """Send `message` and those of `source` that can go with it; return the message read last, if it cannot."""
+        """Send `message` together with the next messages of `source`; return the first message that cannot go with
+        them, or None.
+        """
         if not isinstance(message, Message):
             raise not_a_message(message)
         stretch = islice(chain((message,), source), BATCH_MESSAGES_MAX)
@@ -490,7 +497,7 @@ class BulkSend:
 
     async def _wait_for_room(self, queue: SubjectQueue, size: int) -> None:
         """Wait for room, or the deadline, in the order of the calls."""
-        # Before it takes a place, in which others would wait for it:
+        # This wait comes before the call takes its place in the line, where other calls would wait behind it.
         while not self._takes(size) and not self._is_over():
             await self._sender.wait()
         await self._sender.wait_for_room(queue.entering, lambda: self._has_room(queue, size), self._until_ms)
@@ -499,7 +506,7 @@ class BulkSend:
         return len(queue.ready) < READY_BATCHES_MAX and self._takes(size)
 
     def _takes(self, size: int) -> bool:
-        """Return whether the call may have so many more bytes without an outcome."""
+        """Return whether the call may have `size` more bytes without an outcome."""
         return not self._unresolved_bytes or self._unresolved_bytes + size <= self._bytes_max
 
     def _deadline_ms(self) -> int:

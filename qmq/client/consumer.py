@@ -326,7 +326,7 @@ class Consumer(Listens):
     def stream(self, subject: str, **options: Unpack[PullArguments]) -> AsyncIterator[ReceivedMessage]:
         """Return the messages of `subject` for `async for`, until `stop`, SIGTERM or `break`.
 
-        The next step of the loop acks a message. One whose step raises, or ends by `break`, is delivered again, unless
+        The next step of the loop acks a message. If its step raises or ends by `break`, it is delivered again, unless
         the application has decided it. The arguments are those of `pull`; the default of `prefetch_messages` is 1,000.
         """
         wanted: PullArguments = {"prefetch_messages": 1_000, **options}
@@ -344,7 +344,7 @@ class Consumer(Listens):
                 self._streams.discard(puller)
 
     def entered(self, puller: Puller) -> Connections:
-        """Register a puller that is entered."""
+        """Register a puller that the application enters; return the connections."""
         puller.terms = puller.terms.of_consumer(self.id)
         self._check_free(puller.terms)
         self._add(puller)
@@ -352,7 +352,7 @@ class Consumer(Listens):
         return self._acquire()
 
     async def left(self, puller: Puller) -> None:
-        """Unregister a puller that was left."""
+        """Unregister a puller that the application left."""
         for key in _keys(puller.terms):
             self._members.pop(key, None)
         await self._release()
@@ -395,7 +395,7 @@ class Consumer(Listens):
             call_back(callback, event, partial(_callback_failed, event), self._callbacks)
 
     def _check_free(self, terms: Terms) -> None:
-        """Raise InvalidRequest if a listener or puller has this place: a second one would replace the first."""
+        """Raise InvalidRequest if a listener or puller has this subject and group: a second one would replace it."""
         for key in _keys(terms):
             if key in self._members:
                 raise InvalidRequest(

@@ -5,7 +5,7 @@ Only a receipt names the delay group of a message. Without a receipt all delay g
 the outcome only when all of them return it.
 
 A recurring schedule is stored in one delay group and stays there when groups are added or removed. Storing one begins
-with a list request to all groups: a group that does not answer may hold the schedule.
+with a list request to all groups and fails if one does not answer, because that one may hold the schedule.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Ask = Callable[[str, int], Coroutine[None, None, A]]
 """Sends one request to a delay group and returns its answer, until a deadline in ms."""
 Schedules = list[RecurringSchedule]
 _FINAL = (CallError, AccessError)
-"""Errors that no repeated request changes."""
+"""Errors that a repeated request would return again."""
 
 
 class Delay(NamedTuple):
@@ -166,10 +166,10 @@ _BEST = (DelayState.RESCHEDULED, DelayState.CANCELLED, DelayState.SENT, DelaySta
 
 
 def outcome_of(target: Target, states: Iterable[DelayState], errors: Iterable[Exception]) -> DelayOutcome:
-    """Combine the answers of the delay groups.
+    """Return the outcome of a call from the answers of the delay groups.
 
     Args:
-        errors: one for each group without an answer.
+        errors: one error for each group without an answer.
 
     Raises:
         CallError: a group refused the request for good.

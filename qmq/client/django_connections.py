@@ -56,7 +56,7 @@ def _is_broken(connection: Any) -> bool:
 async def closing_old(call: Callable[[Any], Awaitable[object]], given: object) -> object:
     """Await a coroutine handler, with `close_old` before and after it in the thread of Django's ORM.
 
-    The second one is not awaited: a cancellation in it would be an outcome of a message that was handled.
+    The second `close_old` is not awaited: a cancellation during it would count as the outcome of a handled message.
     """
     from asgiref.sync import sync_to_async  # a dependency of Django
 

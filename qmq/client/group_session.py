@@ -54,22 +54,22 @@ from qmq.subjects import is_dead_letter_subject
 log = bounded(__name__)
 
 PULLS_IN_FLIGHT = 4
-"""Pulls into which a session's share of the prefetch is divided: one is handled, one waits, two are in flight."""
+"""Number of pulls that divide a session's share of the prefetch: one is handled, one waits, two are in flight."""
 ACK_WAIT_S = 0.004
-"""Delay of an ack, to send several at once. An ack is an fsync on both copies, which messages wait behind."""
+"""Delay of an ack, to send several at once. An ack needs an fsync on both copies, and new messages wait behind that."""
 SWEEP_S = 1.0
 """Longest wait of a done message for the rest of its piece. One ack per piece is less work, but after a crash unacked
 messages are delivered again.
 """
 REQUESTS_IN_FLIGHT = 4
-"""Acks, and nacks, without an answer."""
+"""Limit of acks without an answer, and of nacks without one."""
 PULL_TIMEOUT_MS = 10_000, 30_000
 """Range of the time that a broker holds an empty pull; it answers earlier with the first message. Random per pull:
 pulls of a thousand subjects that ended at the same moment delayed all messages by a tenth of a second.
 """
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 2.0
 CARRY_S_MIN = 10.0
-"""A retry that the broker does not store waits here if it is due sooner than this."""
+"""A retry that the broker does not store waits in the consumer if it is due sooner than this."""
 CARRY_AGAIN_S = 60.0
 """Pause after a delay group did not store a message, for want of a right or of a group."""
 FAR_TOO_MANY = 2
@@ -152,7 +152,9 @@ class GroupSession:
         self._ack_wait_s = 0.0 if owner.terms.most_once else ACK_WAIT_S  # pulls wait for each ack
         self._life = SessionLife()
         self._is_new = True
-        """Whether no SUBSCRIBE was answered yet: unacked messages under this consumer id are of an earlier process."""
+        """Whether no SUBSCRIBE was answered yet. Then unacked messages under this consumer id belong to an earlier
+        process.
+        """
         self._defers_from = 0.0
         """Time of the next request to a delay group, by the loop's clock."""
         self._urgent: set[Urgency] = set()
@@ -165,7 +167,7 @@ class GroupSession:
 
     @property
     def trouble(self) -> str:
-        """Reason why it is not subscribed."""
+        """Reason why the session is not subscribed."""
         return f"{self._link.broker_group}: {self._link.failure or 'subscribing'}"
 
     @property
@@ -205,7 +207,9 @@ class GroupSession:
             self._enter(SessionEvent.STOPPED, self._life.now)
 
     def unsubscribe(self) -> asyncio.Future[memoryview] | None:
-        """Give undecided messages back; return the answer to wait for, or None without a connection."""
+        """Unsubscribe, which returns undecided messages to the group; return the answer to wait for, or None without a
+        connection.
+        """
         connection, subscription = self._link.connection, self._subscription
         if self._life.state is not SessionState.CLOSED:
             self._enter(SessionEvent.CLOSED, Closed())
@@ -291,8 +295,8 @@ class GroupSession:
             self._subscribe(failures=resting.failures)
 
     def _reset(self, refusal: InvalidAck) -> None:
-        """Drop all messages: the broker does not count the acked ones as delivered to this consumer. It delivers them
-        again.
+        """Drop all messages, because the broker does not count the acked ones as delivered to this consumer, and
+        subscribe again. The broker delivers the messages again.
         """
         log.warning(
             "ack refused, messages are delivered again subject=%s group=%s broker_group=%s error=%s",
@@ -396,8 +400,8 @@ class GroupSession:
         messages, make pieces of one message; work per piece instead of per run would cost 20 µs each.
 
         Args:
-            is_late: messages were released after this pull was sent. New messages are released too: they would
-                overtake the others.
+            is_late: whether messages were released after this pull was sent. Then the new messages are released too,
+                because they would overtake those.
         """
         sequences, encoded, searched, size = _cut(run)  # first, so that unreadable pieces leave no trace
         times = run[0].times
@@ -421,7 +425,7 @@ class GroupSession:
                 len(messages),
                 times,
             )
-        if any(_OF_CONSUMERS in data for data in searched):  # costs a fifteenth of a message: add no other such search
+        if any(_OF_CONSUMERS in data for data in searched):  # a fifteenth of a message's time: add no other such search
             if any(_FOR_GROUP in data for data in searched):
                 messages = self._without_those_of_others(part, messages)
             part.may_expire = self._may_expire and any(_EXPIRES_AFTER in data for data in searched)
@@ -514,7 +518,7 @@ class GroupSession:
     # Deciding.
 
     def not_begun(self, message: ReceivedMessage) -> None:
-        """Give a message back to the group without counting this delivery."""
+        """Return a message to the group without counting this delivery."""
         verdict = Verdict.NOT_BEGUN if self._takes_begins else Verdict.RETRY
         self.nack(message._piece, message._at, delay_s=0.0, verdict=verdict, reason="")
 
@@ -600,8 +604,8 @@ class GroupSession:
         self.done(piece)
 
     def _carry(self, nack: SentNack) -> bool:
-        """Send retries that the broker does not store to a delay group; return whether none is left. Without this, many
-        retries would keep the group from new messages.
+        """Send retries that the broker does not store to a delay group; return whether `nack` has no others. Without
+        this, many retries would keep new messages from the group.
         """
         now_s = self._loop.time()
         if now_s < self._defers_from or self._owner.terms.mailbox is None:
@@ -645,10 +649,10 @@ class GroupSession:
         self._send()
 
     def _send(self, in_flight_max: int | None = REQUESTS_IN_FLIGHT) -> None:
-        """Send acks, then nacks. Acks are never refused for now, and nacked messages come later anyway.
+        """Send acks, then nacks. Brokers never refuse acks temporarily, and nacked messages are delivered later anyway.
 
         Args:
-            in_flight_max: acks, and nacks, without an answer; None: any number.
+            in_flight_max: limit of acks without an answer, and of nacks without one; None for no limit.
         """
         self._send_timer = None
         here, unacked = self._life.now, self.unacked

@@ -1,15 +1,15 @@
 """Shell. Calls of application functions: accepted kinds, filters, threads, and the work that a call returns.
 
-A call may return before its work is done, and a message acked then is lost. `check_callable` rejects a function with a
-body that a call would not run. `finished` completes work that only the returned object shows.
+A call may return before its work is done, and a message acked at that moment may be lost. `check_callable` rejects
+functions whose body a call would not run. `finished` completes the work that a call returned, for instance a coroutine.
 
 A filter gets the message and `handle`, which calls the next filter or the handler. The first filter of the list is the
 outermost. `handle` returns when all work that the handler returned has ended.
 
 `Publishing` sends the messages that a handler returns.
 
-A thread belongs to one worker of a listener. Threads are daemons: a blocking handler that never ends does not keep its
-process from ending, as the standard library's pools would.
+A thread belongs to one worker of a listener. Threads are daemons, so a blocking handler that never ends does not keep
+its process from ending. With the standard library's pools it would.
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ class HandlerThread:
 _ENDS = StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit
 """Exceptions that would end more than a call."""
 _thread = threading.local()
-"""`own`: the HandlerThread that this thread is."""
+"""Its attribute `own` is the HandlerThread of the current thread."""
 
 
 async def _rest(result: object) -> object:
@@ -361,7 +361,9 @@ def _finish(future: asyncio.Future[object], finish: Callable[[], None], left: Ca
 
 
 class HungThreads:
-    """Threads of a listener with calls beyond their time limit; a thread cannot be stopped. Used on the event loop."""
+    """Count of a listener's threads whose call exceeded its time limit. A thread cannot be stopped. Used on the event
+    loop.
+    """
 
     def __init__(self) -> None:
         self.count: int = 0
@@ -375,7 +377,7 @@ class HungThreads:
         self._ended.set()
 
     async def room(self, most: int) -> None:
-        """Wait until fewer than `most` threads hang: each call that hangs again takes another thread."""
+        """Wait until fewer than `most` threads hang, because each further call that hangs takes another thread."""
         while self.count >= most:
             self._ended.clear()
             await self._ended.wait()
@@ -385,7 +387,7 @@ class WorkerThread:
     """Thread of one worker, replaced while it hangs in a call after its caller was cancelled.
 
     Args:
-        threads_max: returns the number of threads that may hang; at it, the next call waits for the end of one.
+        threads_max: returns the limit of hanging threads. At the limit the next call waits until one ends.
     """
 
     def __init__(self, name: str, hung: HungThreads, threads_max: Callable[[], int]) -> None:
@@ -406,7 +408,7 @@ class WorkerThread:
 
     @property
     def is_hung(self) -> bool:
-        """Whether the thread was left to its call, and no other one replaced it yet."""
+        """Whether the thread still hangs in an abandoned call and no other thread has replaced it."""
         return self._thread is None
 
     async def ready(self) -> HandlerThread:
@@ -441,10 +443,10 @@ class Sends(Protocol):
 
 
 class Publishing:
-    """Sender of one handler's results: messages that it returns, before its message is acked.
+    """Sender of the messages that one handler returns, before the message that it handles is acked.
 
-    So they are at least once, as the handler's call: if the process ends between the two, the message is handled again
-    and its messages are sent again, with the same ids.
+    They are sent at least once: if the process ends before the ack, the message is handled again, and the returned
+    messages are sent again with the same ids.
 
     Args:
         reply_to: subject of results that are no messages; without it these are ignored.
@@ -458,7 +460,7 @@ class Publishing:
         """Complete a result and send its messages.
 
         Raises:
-            QmqError: a message is not stored, or not known to be: the handler has failed.
+            QmqError: a message is not known to be stored, so the handler has failed.
         """
         messages = self._messages_of(await finished(result, is_sent=True))
         if not messages:

@@ -4,8 +4,7 @@
     degraded        a part of it works: a broker group is missing, rows stay in the outbox, the application paused it
     not connected   it neither sends nor receives: closed, token rejected, no broker group
 
-A caller that restarts a process for its health restarts it for neither of the last two: a new process would find the
-same brokers.
+A process must not be restarted for either of the last two: a new process would find the same brokers.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ CONNECTED = Health(HealthState.CONNECTED)
 
 
 def degraded(reason: str) -> Health:
-    """Return CONNECTED without a reason."""
+    """Return the state for a reason: CONNECTED without one."""
     return Health(HealthState.DEGRADED, reason) if reason else CONNECTED
 
 
@@ -52,7 +51,7 @@ def not_connected(reason: str) -> Health:
 
 
 def worst(healths: Iterable[Health]) -> Health:
-    """Return the worst state, with the reasons of all parts that are not connected well."""
+    """Return the worst state, with the reasons of all parts that are not fully connected."""
     found = list(healths)
     state = max((health.state for health in found), key=_ORDER.index, default=HealthState.CONNECTED)
     reasons = list(dict.fromkeys(health.reason for health in found if health.reason))
@@ -67,7 +66,7 @@ def of_groups(missing: Mapping[str, str], *, connected: int, routes: str) -> Hea
     Args:
         missing: broker groups without a connection, and why.
         connected: number of broker groups with one.
-        routes: reason why routes do not come; "" while they come.
+        routes: reason why no routes arrive; "" while they arrive.
     """
     reasons = [routes] if routes else []
     reasons += [f"{name}: {reason}" for name, reason in missing.items()]

@@ -5,9 +5,9 @@ If both copies of a log lack a message, only its producer can report that. One l
 
     {"subject": "order.changed", "group": "g1", "sequence": 81, "id": "…", "hash": "9f86d081884c7d65"}
 
-`hash` starts the SHA-256 of the message as encoded and stored. Files are named `<app>-<producer>-<number>.ndjson`. All
-producers of a machine may share a folder; it stays below `bytes_max`, and the oldest files are deleted first. A line
-torn by a crash is one message that is not checked.
+`hash` is the start of the SHA-256 of the message's stored bytes. Files are named `<app>-<producer>-<number>.ndjson`.
+All producers of a machine may share a folder; it stays below `bytes_max`, and the oldest files are deleted first. A
+line torn by a crash is one message that is not checked.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ log = bounded(__name__)
 
 SUFFIX = ".ndjson"
 HASH_DIGITS = 16
-"""64 bits: a changed message has the same ones by chance once in 2^64."""
+"""64 bits: a changed message has the same digits by chance once in 2^64."""
 _ILLEGAL = re.compile(r"[^\w.-]")
 FILES = 8
-"""Part of the folder that one file may fill, and that is freed at a time."""
+"""Number of files that fill the folder. Room is made one file at a time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ log = bounded(__name__)
 class Lifespan:
     """Clients of an application, opened in this order and closed in reverse, again for each run of the application.
 
-    The listeners of a Consumer run in between; at the end it drains: handlers finish, acks are sent, the rest goes
-    back. Other clients, such as a Producer or a Requester, are entered and left. List producers before consumers
-    with handlers that use them.
+    The listeners of a Consumer run in between. At the end it drains: handlers finish, acks are sent, and the remaining
+    messages return to their groups. Other clients, such as a Producer or a Requester, are entered and left. List
+    producers before consumers with handlers that use them.
     """
 
     def __init__(self, *clients: Consumer | AbstractAsyncContextManager[Any]) -> None:
@@ -52,8 +52,8 @@ class Lifespan:
         return worst(client.health for client in self._clients if hasattr(client, "health"))
 
     def _why_not_healthy(self) -> str:
-        """Return the reason why a client is of no use now, with the number and age of messages that wait; "" if none
-        is.
+        """Return the reason why a client does not work now, with number and age of the messages that wait; "" if all
+        work.
         """
         if reason := self._why_not_running():
             return reason
@@ -71,7 +71,7 @@ class Lifespan:
         return ""
 
     def _why_ended(self, consumer: Consumer) -> str | None:
-        """Return the reason why a consumer does not run, with a colon before it; None: it runs."""
+        """Return the reason why a consumer does not run, with a colon before it, or None if it runs."""
         if (task := self._running.get(consumer)) is None:
             return ""
         if not task.done():

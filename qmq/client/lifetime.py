@@ -44,13 +44,13 @@ _PATCHED = (
     ("gevent", "gevent.monkey", "is_module_patched", ("threading", "socket", "select", "queue")),
     ("eventlet", "eventlet.patcher", "is_monkey_patched", ("thread", "socket", "select")),
 )
-"""Library, its module, the function that returns whether it replaced a standard module, those that qmq needs."""
+"""Library, its module, its function that checks whether a module is replaced, and the modules that qmq needs."""
 
 
 def check_not_patched() -> None:
     """Raise InvalidRequest if gevent or eventlet replaced threads and sockets of the process.
 
-    An event loop in such a thread never runs beside a waiting caller: every call hung past its timeout.
+    An event loop in such a thread never runs while its caller waits: every call would hang past its timeout.
     """
     for library, module, function, names in _PATCHED:
         is_patched = getattr(sys.modules.get(module), function, None)

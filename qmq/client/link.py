@@ -63,7 +63,7 @@ class Link:
 
     @property
     def has_old_token(self) -> bool:
-        """Whether the token's file holds another one than this connection was opened with."""
+        """Whether the token's file holds another token than the one that opened this connection."""
         return token_text(self._token) != self._sent_token
 
     def route_changed(self) -> None:
@@ -83,7 +83,8 @@ class Link:
         self._progress_at = now_s
 
     def is_late(self, now_s: float, timeout_s: float) -> bool:
-        """Return whether a request has waited for so long without an answer, and the broker took no bytes of it.
+        """Return whether a request has waited for `timeout_s` without an answer, and the broker read no bytes
+        meanwhile.
 
         A body of 64 MiB takes 5.4 s at 100 Mbit/s, longer than the default timeout.
         """

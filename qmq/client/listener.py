@@ -1,14 +1,14 @@
 """Shell. Listener: workers that remove messages from the queue, call the handler, and ack or nack by its outcome.
 
-A handler takes one message, or a list of up to `batch`. The outcome of a call applies to each message of it that the
-handler did not decide. After a failure the messages return in lists of half the size, at the last attempt alone, so a
-failing message does not take its neighbours along.
+A handler takes one message, or a list of up to `batch`. The outcome of a call applies to each of its messages that the
+handler did not decide. After a failure the messages return in lists of half the size, at the last attempt alone. So a
+failing message does not make dead letters of its neighbours.
 
-A suspected message was held by a consumer that vanished (qmq.log.group). It is handled alone, in a list of its
-own: if the process dies, no other message is to blame. It waits until no other handler of the listener runs, and the
-broker is notified before its handler begins. Other messages pay two additions.
+A suspected message was unacked at a consumer that vanished (qmq.log.group). It is handled alone, in a list of its own:
+if the process crashes, no other message can be the cause. It waits until no other handler of the listener runs, and the
+broker is notified before its handler begins. For other messages this costs two additions.
 
-While messages wait for a listener of higher `priority`, no call begins. A listener without such another one pays one
+While messages wait for a listener of higher `priority`, no call begins. If there is no such listener, this costs one
 comparison per call.
 
 Messages prefetched for fast handlers would be minutes of work once the handlers are slow. So while messages wait, the
@@ -47,7 +47,9 @@ HANDLED_IN_A_ROW = 64
 WORKER_REST_S = 1.0
 """Pause before a failed worker is replaced: where no thread can be started, the next one fails too."""
 SLOW_S = 0.001
-"""Duration of a call from which each next one is measured: timing each fast one cost a twentieth of the throughput."""
+"""Duration of a call after which the next one is measured, too. Timing every fast call cost a twentieth of the
+throughput.
+"""
 CANCEL_S = 5.0
 """Time for a cancelled handler to end."""
 

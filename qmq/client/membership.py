@@ -30,12 +30,12 @@ from qmq.types import Endpoint, GroupKind
 BEATS_IN_LEASE = 3
 DEFERS_IN_FLIGHT = 4
 ANSWER_TIMEOUT_S = 5.0
-"""For delay servers that store retries."""
+"""Time for a delay server to answer that it stored a retry."""
 
 
 @dataclass(frozen=True, slots=True)
 class MasterChanged:
-    """Event: a broker group has a new master. Messages whose acks the old one did not store may be delivered again."""
+    """Event: a broker group has a new master. Messages with acks that the old master lacks may be delivered again."""
 
     broker_group: str
     term: int
@@ -91,7 +91,8 @@ class Connections:
     async def leave(self, subscription: Subscription, flush_s: float) -> None:
         """Close a subscription: send its decisions and release the rest.
 
-        `asyncio.run` cancels all tasks when its coroutine raises, connections included: then no answer can come.
+        When its coroutine raises, `asyncio.run` cancels all tasks, also those of the connections. Then no answer can
+        come.
         """
         is_cut = any(task.cancelling() or task.cancelled() for task in self._tasks)
         try:
@@ -216,9 +217,9 @@ FLUSH_S_MIN = 1.0
 class Membership:
     """Membership of a listener or puller in its consumer group.
 
-    It is in the group while the application (`stop`, `resume`), the consumer (`set_online`) and its owner (`end`)
-    agree. These methods may be called from any thread and return at once. On leaving, messages that were not begun go
-    back to the group as never delivered.
+    The member is in the group while the application (`stop`, `resume`), the consumer (`set_online`) and its owner
+    (`end`) all want it. These methods may be called from any thread and return at once. On leaving, messages that were
+    not begun return to the group as never delivered.
     """
 
     def __init__(self, terms: Terms, *, drain_s: float, is_online: bool) -> None:

@@ -1,8 +1,8 @@
 """Shell. Sender of batches with stored numbers, for the outbox (rows claimed in a database) and delay servers.
 
-Producer id, number and broker group of such a batch are stored before it is sent. So it may be repeated after a crash,
-and the group stores it once (qmq.log.fold, P2). This sender makes one attempt per call and returns its answer; its
-owner decides the next step (qmq.client.batch).
+Producer id, number and broker group of such a batch are stored before it is sent. So the batch may be repeated after a
+crash, and the group stores it once (qmq.log.fold, P2). This sender makes one attempt per call and returns its answer;
+its owner decides the next step (qmq.client.batch).
 """
 
 from __future__ import annotations
@@ -149,13 +149,15 @@ class NumberedSender:
         """Return the broker group of an order key, usable or not; None without a route.
 
         Args:
-            label: of a message with an order key (qmq.codec).
+            label: label of a message with an order key (qmq.codec).
         """
         groups = self.sharers(subject)
         return group_of_key(label >> 32, groups) if groups else None
 
     def sharers(self, subject: str) -> list[str]:
-        """Return the broker groups that share the subject's order keys; `home` is constant while they are the same."""
+        """Return the broker groups that share the subject's order keys. While they stay the same, so does each key's
+        `home`.
+        """
         return [group.broker_group for group in self._groups_of(subject)]
 
     def is_usable(self, name: str) -> bool:

@@ -21,7 +21,7 @@ class Kind(Enum):
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
-    """Its last label is the bucket: an upper bound, and SUM for the sum. Buckets are not cumulative."""
+    """Its last label is the bucket's upper bound, or SUM for the sum. Buckets are not cumulative."""
 
 
 class Family(NamedTuple):
@@ -31,7 +31,9 @@ class Family(NamedTuple):
     labels: tuple[str, ...]
     help: str
     is_max: bool = False
-    """Whether samples with equal labels, of two clients or two processes, have their maximum; otherwise their sum."""
+    """Whether samples with equal labels, of two clients or two processes, are merged to their maximum; otherwise to
+    their sum.
+    """
 
 
 class Sample(NamedTuple):
@@ -105,7 +107,7 @@ class Handled:
         self.retry: int = 0
         self.dead_letter: int = 0
         self.delivered: int = 0
-        """Of subscriptions that ended."""
+        """Number of messages that ended subscriptions received."""
         self.seconds: float = 0.0
         self.calls: list[int] = [0] * len(BUCKETS)
 
@@ -144,7 +146,7 @@ _lock = threading.Lock()
 
 
 def register(client: Client) -> None:
-    """Have the numbers of a client read, as long as it exists."""
+    """Register a client, whose numbers are read as long as it exists."""
     with _lock:
         _clients.add(client)
 

@@ -59,7 +59,7 @@ class SendFields(MessageFields, DelayArguments, total=False):
 
 
 class Declared(NamedTuple):
-    """Message that an application sends: type of its payload, None for properties; a sentence about it."""
+    """Declared message of an application: type of its payload, or None for properties; a sentence about the message."""
 
     payload_type: Any
     about: str
@@ -105,7 +105,7 @@ class Outgoing:
 
         Raises:
             InvalidMessage: the arguments are no message, or the payload cannot be encoded.
-            InvalidRequest: they are a message and parts of another one.
+            InvalidRequest: the arguments are a message and parts of another one.
         """
         if isinstance(message, str):
             if payload is ABSENT:
@@ -167,7 +167,7 @@ class Outgoing:
 
 
 def _is_of(kind: Any, payload: object) -> bool:
-    """Return whether a payload is of a type, as far as classes show: elements of a list are not looked at."""
+    """Return whether a payload is of a type, judged by classes only: elements of a list are not checked."""
     if (origin := get_origin(kind)) in (Union, UnionType):
         return any(_is_of(part, payload) for part in get_args(kind))
     if origin is Annotated:

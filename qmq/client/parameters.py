@@ -32,14 +32,14 @@ Reject = Callable[[ReceivedMessage, Exception], None]
 
 _LISTS = {list, Sequence, Iterable, Collection}
 _OF_MESSAGE = re.compile(r"(\w+\[)?([\w.]*\.)?(ReceivedMessage|Message)\]?")
-"""Annotation that may be undefined when the program runs, as an import below TYPE_CHECKING is."""
+"""Annotation of a message, accepted although undefined at run time: it may be an import below TYPE_CHECKING."""
 
 
 class BoundHandler:
     """Handler that is called with the arguments of its annotations.
 
     Raises:
-        InvalidRequest: its parameters are not of this kind; the text names the remedy.
+        InvalidRequest: the parameters do not fit the table of this module; the text names the remedy.
     """
 
     def __init__(self, handler: Callable[..., Any], *, is_batch: bool = False, is_blocking: bool = False) -> None:
@@ -50,7 +50,7 @@ class BoundHandler:
         self._decode: Callable[[Any], Any] | None = None
         self._is_injected = False
         self.reject: Reject | None = None
-        """Set by the listener; without it a list with such a message fails as a whole."""
+        """Set by the listener. Without it, a list with an unreadable message fails as a whole."""
         if (parameters := _parameters_of(handler)) is not None:
             self._read(parameters)
 
@@ -61,12 +61,12 @@ class BoundHandler:
 
     @property
     def payload_type(self) -> Any:
-        """Type of the payload, of a list its element's; None if the handler takes none."""
+        """Type of the payload (of its elements for a list), or None if the handler takes no payload."""
         return getattr(self._decode, "kind", None)
 
     @property
     def result_type(self) -> Any:
-        """Annotation of the result; Any without one, or one that has no meaning here."""
+        """Annotation of the result; Any if it is missing or cannot be resolved."""
         kind = getattr(_function_of(self._handler), "__annotations__", {}).get("return", Any)
         if isinstance(kind, str):
             try:
@@ -139,7 +139,7 @@ class BoundHandler:
         return found
 
     def _kind(self, parameter: inspect.Parameter) -> tuple[Any, bool]:
-        """Return the annotation of a parameter, of a list its element's, and whether it is a message."""
+        """Return the annotation of a parameter (of its elements for a list), and whether it is a message."""
         kind = parameter.annotation
         if isinstance(kind, str):
             try:
@@ -276,8 +276,8 @@ def _is_dependency(handler: Callable[..., Any], parameter: inspect.Parameter) ->
 
 
 def _injected(handler: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the handler with its dependencies. They may take the same arguments as the handler, by name, and
-    `message`, or `messages` of a list.
+    """Return the handler with its dependencies. They may take the arguments of the handler, by name, and `message`
+    (`messages` for a list).
     """
     from fast_depends import inject
 

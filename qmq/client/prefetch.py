@@ -23,9 +23,7 @@ MEASURED_EVERY = 16
 LOOK_S = 0.25
 """Interval of counting taken messages, while some wait. It costs nothing per message."""
 PACE_S = 1.5
-"""Window of the pace. Fast handlers may pause for half of it, for a lock or a reconnect, without giving messages
-back.
-"""
+"""Window of the pace. Fast handlers may pause for half of it, for a lock or a reconnect, and release no messages."""
 WAITS_S_MAX = 1.5
 """Work that may stay here even if less would be requested now. Otherwise handlers of varying speed would have messages
 come and go.
@@ -51,13 +49,13 @@ class Prefetch:
         self._decide()
 
     def record_call(self, handler_s: float) -> None:
-        """Count the time of one handler call."""
+        """Record the duration of one handler call."""
         known = self._handler_s
         self._handler_s = handler_s if known is None else known + WEIGHT * (handler_s - known)
         self._decide()
 
     def record_pace(self, pace: Pace) -> None:
-        """Count a pace, as a lower bound of the handlers' time. Most calls are not timed, and none before it ends."""
+        """Record a pace, as a lower bound of the handlers' time: most calls are not timed, and none before its end."""
         at_once = self._concurrency
         least_s = at_once * pace.seconds / (pace.messages + at_once)  # the last ones may have begun just now
         if self._handler_s is None or self._handler_s < least_s:
@@ -82,7 +80,7 @@ class Pace(NamedTuple):
     seconds: float
 
     def is_too_slow_for(self, waiting: int) -> bool:
-        """Return whether so many messages would wait too long."""
+        """Return whether `waiting` messages would wait too long."""
         return waiting * self.seconds > WAITS_S_MAX * self.messages
 
 
@@ -99,10 +97,11 @@ class Pacer:
         self._looks: deque[_Look] = deque()
 
     def pace(self, now_s: float, *, arrived: int, taken: int) -> Pace | None:
-        """Return the pace of the last `PACE_S`, or None if handlers may have waited for messages, or it is too early.
+        """Return the pace of the last `PACE_S`, or None if handlers may have waited for messages or the window is not
+        full.
 
         Args:
-            arrived, taken: messages since the subscription began, taken in order of arrival.
+            arrived, taken: numbers of messages since the subscription began; messages are taken in order of arrival.
         """
         looks = self._looks
         looks.append(_Look(now_s, arrived, taken))

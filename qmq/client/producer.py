@@ -77,13 +77,13 @@ class Producer:
         timeout_s: time until a message without an outcome is given up, retries included.
         readonly_wait_s: time until a message is refused while all broker groups of its subject are readonly; 0 refuses
             at once. The default is `timeout_s`, because most readonly reasons end without an operator.
-        answer_timeout_s: time without an answer, and without a byte taken, until a connection is closed and its batches
-            are repeated on a new one.
+        answer_timeout_s: time without an answer, and without a byte read by the broker, until a connection is closed
+            and its batches are repeated on a new one.
         in_flight_max: produce requests in flight per subject and broker group. Messages that arrive meanwhile form the
             next batch. A broker group has at most 64 requests in flight over all subjects.
-        queue_messages_max, queue_bytes_max: single messages of one subject that may wait. Then `send` waits and
-            `send_nowait` raises QueueFull. All subjects together may have an eighth more, in fair shares. A `send_many`
-            has as many bytes without an outcome, and reads no further messages until some have one.
+        queue_messages_max, queue_bytes_max: limits of the single messages of one subject that wait. At a limit, `send`
+            waits and `send_nowait` raises QueueFull. All subjects together may have an eighth more, in fair shares. A
+            `send_many` reads no further messages while `queue_bytes_max` bytes of it have no outcome.
         outbox: database of the application's outbox: an engine, the alias of a Django database, or a function that
             opens a DB-API connection. Rows of earlier processes are sent from the start on; without this argument, from
             the first message with a `session` on (docs/outbox.md).
@@ -91,8 +91,8 @@ class Producer:
         outbox_age_s: age after which any producer of the database sends a row. It exceeds the `timeout_s` of all these
             producers; the default is 60, or twice `timeout_s` if that is more.
         journal: local files of acknowledged messages, for the audit; none by default.
-        compress_bytes_min: bodies of so many bytes or more are compressed with zstd, if that makes them smaller (extra
-            `zstd`, for consumers also); None: no compression.
+        compress_bytes_min: smallest body that is compressed with zstd, if that makes it smaller (extra `zstd`, for
+            consumers also); None for no compression.
         codec: codec of payloads; by default the codec of their type (docs/payloads.md).
         filters: plain functions that get each message before it is sent, in order, and return the one to send.
     """
@@ -357,7 +357,7 @@ class Producer:
 
         Raises:
             InvalidName: the subject breaks the rules of `qmq.subjects`.
-            InvalidRequest: `payload_type` is no type, or `about` no text.
+            InvalidRequest: `payload_type` is no type, or `about` is no text.
         """
         self._outgoing.declare(subject, payload_type, about)
 
@@ -405,7 +405,7 @@ class Producer:
                 after its commit. The call then returns a future of the receipt, which the application may ignore.
             delay, at: deliver the message after so many seconds (or a timedelta), or at a datetime with time zone. A
                 delay server keeps it until then (docs/delay.md), and "stored" means stored there.
-            key: word of the application, by which `cancel` and `reschedule` find a delayed message.
+            key: key chosen by the application, by which `cancel` and `reschedule` find a delayed message.
 
         Raises:
             InvalidName, InvalidMessage: the message is not valid; do not retry.
@@ -561,12 +561,12 @@ class Producer:
     async def _send_all(
         self, messages: Iterable[Message], later: Delay | None = None, timeout_ms: int | None = None
     ) -> Receipts:
-        """Send messages that the filters have passed, also while the producer is closing: rows committed by then are
-        sent.
+        """Send messages that the filters have passed. Also works while the producer is closing, for rows committed by
+        then.
 
         Args:
-            timeout_ms: common deadline of all messages; None gives each batch the producer's timeout, from when it has
-                room.
+            timeout_ms: common time limit of all messages; None gives each batch the producer's timeout, which begins
+                when there is room for it.
         """
         if (senders := self._open_senders) is None:
             raise self._not_open()
@@ -595,8 +595,8 @@ class Producer:
     ) -> DelayOutcome:
         """Cancel a delayed message: by receipt, by subject and id, or by subject and key.
 
-        A key selects all its waiting messages. A receipt names the delay group; without one, all delay groups are
-        asked.
+        A key selects all its waiting messages. A receipt names the delay group; without a receipt, all delay groups get
+        the request.
 
         Returns:
             `CANCELLED`: it will not be delivered. `SENT`: too late. `UNKNOWN`: no delay group has it. Each is final.

@@ -20,7 +20,9 @@ from qmq.errors import ClientClosed, NotServed, QmqError
 CUT_OFF_S = 30.0
 """Shortest time without a connection to any broker group after which a pull fails: a producer's default timeout."""
 JOINED_S = 1.0
-"""Time for the messages of a broker group after the subscribe, at most: without them "none" would mean nothing."""
+"""Longest wait for the messages of a broker group after the subscribe. Before they can arrive, "none" would mean
+nothing.
+"""
 
 
 class PullerOwner(Protocol):
@@ -34,7 +36,7 @@ class PullerOwner(Protocol):
 class Puller(Membership):
     """Source of messages on request; an async context manager, made by `Consumer.pull`.
 
-    It prefetches messages. On leaving, decisions are sent and undecided messages go back to the group at once.
+    It prefetches messages. On leaving, decisions are sent and undecided messages return to the group at once.
     """
 
     def __init__(self, terms: Terms, home: PullerOwner, *, drain_s: float, is_online: bool) -> None:
@@ -187,7 +189,7 @@ class Puller(Membership):
         """Wait until brokers have stored all decisions, or those on `messages` that this consumer has not lost.
 
         Raises:
-            QmqError: the subscription ended; whether they are stored is not known.
+            QmqError: the subscription ended; whether the decisions are stored is not known.
         """
         check_loop("the puller", self._loop)
         if (subscription := self._subscription) is not None:
@@ -211,7 +213,7 @@ class Puller(Membership):
 
 
 async def _begun(message: ReceivedMessage) -> None:
-    """Announce that the application has a suspected message, so a crash from now on counts."""
+    """Announce to the broker that the application gets a suspected message, so a crash from now on counts."""
     try:
         await announce(message)
     except asyncio.CancelledError:

@@ -63,9 +63,10 @@ class Acker(Protocol):
 class UnackedPiece:
     """Consecutive pull sequences `[begin, end)` that were delivered together; `states[i]` belongs to `begin + i`.
 
-    `open` counts undecided messages, `unsettled` those whose decision the broker has not confirmed. `is_dropped`: given
-    back, to be delivered again as other objects. `suspected`: a consumer that held them vanished (qmq.client.listener).
-    `may_expire`: some messages have an expiry. `is_uneven`: their numbers of deliveries, or their limits, differ.
+    `open` counts undecided messages, `unsettled` those whose decision the broker has not confirmed. `is_dropped`: the
+    messages returned to the group and are delivered again as other objects. `suspected`: a consumer that had them
+    unacked vanished (qmq.client.listener). `may_expire`: some messages have an expiry. `is_uneven`: their numbers of
+    deliveries, or their limits, differ.
     """
 
     __slots__ = (
@@ -153,8 +154,8 @@ class ReceivedMessage(Message):
     decides the message. Decisions are sent in the background, several at a time; closing waits for them. The `_nowait`
     methods may be called from any thread.
 
-    A pickled message, for instance in a process pool, has the content and the facts of the delivery. The process that
-    received the message decides it.
+    A pickled message, for instance in a process pool, has the content and the facts of the delivery. Only the process
+    that received the message can decide it.
     """
 
     __slots__ = ("sequence", "_data", "_piece", "_at", "_content")
@@ -222,11 +223,11 @@ class ReceivedMessage(Message):
 
     @property
     def is_suspected(self) -> bool:
-        """Whether a consumer that vanished held it. That delivery does not count in `times`."""
+        """Whether this message was unacked at a consumer that vanished. That delivery does not count in `times`."""
         return self._piece.suspected
 
     def _times_before(self) -> int:
-        """Return the number of deliveries before it came to the group's mailbox."""
+        """Return the number of deliveries before the message came to the group's mailbox."""
         try:
             return earlier_deliveries(self.properties.get(TIMES, ""))
         except InvalidMessage:  # bytes of a foreign producer
@@ -243,7 +244,7 @@ class ReceivedMessage(Message):
 
     @property
     def source(self) -> str:
-        """Subject that stores it: `subject`, or the group's retry subject."""
+        """Subject that stores the message: `subject`, or the group's retry subject."""
         return self._piece.acker.source
 
     @property
@@ -263,7 +264,7 @@ class ReceivedMessage(Message):
         return None if after_ms is None else counts_from(self._data) + after_ms
 
     def has_expired(self, now_ms: int) -> bool:
-        """Return whether it expired before `now_ms`, so no handler should get it."""
+        """Return whether the message expired before `now_ms`, so no handler should get it."""
         try:
             expires_ms = self.expires_ms
         except InvalidMessage:  # the handler's access raises the same error
@@ -272,12 +273,12 @@ class ReceivedMessage(Message):
 
     @property
     def is_dropped(self) -> bool:
-        """Whether this consumer lost it: it is delivered again, here or elsewhere, as another object."""
+        """Whether this consumer lost the message: it is delivered again, here or elsewhere, as another object."""
         return self._piece.is_dropped
 
     @property
     def is_decided(self) -> bool:
-        """Whether it was acked, nacked or made a dead letter."""
+        """Whether the message was acked, nacked or made a dead letter."""
         return self._piece.states[self._at] != OPEN
 
     @property

@@ -56,8 +56,8 @@ CONFIRM_WITHIN_S = 1.0
 not delay the updates of the others.
 """
 POLL_AFTER_S = 4.0
-"""Time without a stream, up to half as much more, until a client polls. Thousands of clients find another metaserver
-over gRPC within a few seconds.
+"""Time without a stream until a client polls; up to half of it is added at random. Thousands of clients find another
+metaserver over gRPC within a few seconds.
 """
 POLL_S = 5.0
 REFRESH_S = 5.0
@@ -73,8 +73,8 @@ IDLE_S = 300.0
 TROUBLE_S = 10.0
 """Age from which a failure is reported: a stream is replaced within a second or two."""
 REJECTED_S = 5.0
-"""Time of rejections after which the client's calls fail with them. A new token reaches all metaservers within a second
-or two.
+"""Duration of rejections after which the client's calls fail with the error. A new token reaches all metaservers within
+a second or two.
 """
 
 
@@ -85,9 +85,9 @@ class RouteWatch:
     """Route watch of one producer or consumer. `run` is its task; it calls its owner on the event loop.
 
     Args:
-        on_idle: forgets idle routes and returns those it has forgotten; None keeps all.
-        on_rejected: called with the error again and again while the token is rejected for good: the metaservers have
-            rejected it for a while, and its file holds no other one.
+        on_idle: forgets idle subjects and returns those it has forgotten; None keeps all.
+        on_rejected: called repeatedly with the error while the token is rejected for good: the metaservers have
+            rejected it for a while, and its file holds no other token.
         kind: broker groups, or DELAY for all delay groups of any subject.
     """
 
@@ -119,9 +119,9 @@ class RouteWatch:
         """Subjects used since routes were last forgotten."""
         self._wanted: dict[str, None] = {}
         self._forgotten: dict[str, None] = {}
-        """Forgotten subjects that the metaserver still has on this stream."""
+        """Forgotten subjects that the metaserver still watches for this stream."""
         self.refusals: dict[str, str] = {}
-        """Reasons of subjects with a refusal as last answer."""
+        """Reasons of the metaserver's refusals, by subject; the next route of a subject removes its reason."""
         self._held: dict[str, int] = {}
         """Versions of the routes in use."""
         self._unconfirmed: dict[str, int] = {}
@@ -136,12 +136,12 @@ class RouteWatch:
         """Set when `_streams` changes."""
         self._failure = ""
         self._failed_at = 0.0
-        """Reason without a stream and answered poll, and its time."""
+        """`_failure` is the reason why there is neither a stream nor an answered poll; this is its time."""
         self.refused: AccessError | None = None
         """Set while the metaserver rejects the token."""
         self._refused_at = 0.0
         self._is_doubted = False
-        """Whether the stream is opened again because a broker rejected the token."""
+        """Whether a new stream must be opened because a broker rejected the token."""
         self._doubted_at = -REPEAT_S
 
     def watch(self, subject: str) -> None:
@@ -183,7 +183,7 @@ class RouteWatch:
 
     @property
     def rejected(self) -> AccessError | None:
-        """Set while the token is rejected for good."""
+        """Error while the token is rejected for good, or None."""
         if self.refused is None or asyncio.get_running_loop().time() - self._refused_at < REJECTED_S:
             return None
         return self.refused
@@ -342,7 +342,7 @@ class RouteWatch:
         self._unconfirmed = {}
         self._forgotten = {}
         while not is_over.is_set():
-            self._ask_now.clear()  # first: a change during the yield is seen in the next pass
+            self._ask_now.clear()  # first, so that a change during the yield is found in the next pass
             if self._wanted or self._forgotten or (self._unconfirmed and self._confirming is None):
                 yield self._next_request()
             else:
@@ -371,7 +371,7 @@ class RouteWatch:
         return await asyncio.to_thread(find_metaserver, self._metaserver, timeout_s=HTTP_TIMEOUT_S)
 
     def _refused_by(self, error: AccessError, token: str) -> None:
-        """Note and log that `token` is rejected, unless its file holds another one now."""
+        """Record and log that `token` is rejected, unless its file holds another token now."""
         if token_text(self._token) != token:
             self.refused = None
             return

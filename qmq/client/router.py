@@ -140,7 +140,7 @@ class Listens:
                 first message.
             retries_max: delivery attempts in all, at least one; a message may carry a limit of its own.
             retry_delay: seconds or a timedelta, at most a day.
-            most_once: ack before the handler is called: a crash loses messages, and none is handled twice.
+            most_once: ack before the handler is called. A crash may lose messages, and none is handled twice.
             auto_ack: False leaves the decision to `ack`, `nack` or `dead_letter` of the message, at any time.
             filters: functions around the handler, the first one outermost (see `qmq.client.handler`). A filter with the
                 attribute `needs_auto_ack` is rejected with `most_once` or without `auto_ack`.
@@ -150,16 +150,17 @@ class Listens:
             exclusive: deliver to one consumer of the group at a time, the longest waiting first. The next one follows
                 when it has left, or has no unacked messages. All consumers of the group should set this.
             timeout: seconds of a call, filters included, after which its messages fail with a TimeoutError; no limit by
-                default. A coroutine function is cancelled. A thread cannot be stopped: it is left to its call, another
-                one replaces it, and `Listener.hung_threads` counts it.
+                default. A coroutine function is cancelled. A thread cannot be stopped: it continues its call, another
+                thread replaces it, and `Listener.hung_threads` counts it.
             priority: 0 to 9. The handler is not called while messages wait for a listener of this consumer with a
-                higher priority. A class of messages is a subject of its own.
+                higher priority. Messages of each priority need a subject of their own.
 
             reply_to: subject to which the consumer's producer sends the result of the handler, before the ack.
 
         Raises:
             InvalidName: the subject or group breaks the rules of `qmq.subjects`.
-            InvalidRequest: another argument is not valid, or this consumer already has a listener or puller for both.
+            InvalidRequest: another argument is not valid, or this consumer already has a listener or puller for this
+                subject and group.
         """
         listening = Listening(
             subject=subject,

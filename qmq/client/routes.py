@@ -1,12 +1,11 @@
 """Core. Routes of subjects and health of broker groups: the group for a producer's next batch, the groups of a
 consumer.
 
-A group's master and writability come from the metaserver. Refusals and lost connections are usually seen by the client
-a second earlier; they make the group *rest* for a while. They never remove a route, so a wrong observation loses
-nothing.
+A group's master and writability come from the metaserver. The client usually detects refusals and lost connections a
+second earlier; they make the group *rest* for a while. They never remove a route, so a wrong observation loses nothing.
 
-A circuit breaker also stops requests to a group that accepts and does not answer them. A request fails when its
-connection is lost or its answer is late. A refusal is an answer: the broker is alive, and the group rests.
+A circuit breaker also stops requests to a group that accepts them and does not answer. A request fails when its
+connection is lost or its answer is late. A refusal is an answer: it does not count as a failure, and the group rests.
 
     closed      FAILURES_MAX failures in a row                  -> open
     open        OPEN_MS later, at the next check                -> half-open
@@ -48,8 +47,8 @@ class GroupRoute:
 class SubjectRoute:
     """Broker groups of a subject; `version` identifies this content at every metaserver.
 
-    A route without groups is valid, unless `refused` holds a reason. If no group is writable, the operators or the
-    brokers reject messages.
+    A route without groups is valid, unless `refused` holds a reason. If no group is writable, an operator or the
+    brokers made the groups readonly.
     """
 
     subject: str
@@ -288,8 +287,8 @@ class RefusalClock:
         self._spans: dict[tuple[str, str], _Span] = {}
 
     def is_over(self, subject: str, group: str, now_ms: int) -> bool:
-        """Return whether messages of `subject` have waited long enough; `group` is the only one that may take them, or
-        "".
+        """Return whether messages of `subject` have waited long enough. `group` is the only group that may take them;
+        "" for any.
         """
         key = subject, group
         if not self._routing.all_refuse(subject, group):
@@ -304,7 +303,7 @@ class RefusalClock:
         return now_ms - span.since_ms >= self._wait_ms
 
     def succeeded(self, subject: str, group: str) -> None:
-        """Reset the time: the group stored messages of this subject."""
+        """Reset the time, after `group` stored messages of this subject."""
         self._spans.pop((subject, ""), None)
         self._spans.pop((subject, group), None)
 

@@ -67,13 +67,13 @@ NO_DELAY_GROUP = (
 )
 _NEVER_MS = 1 << 62
 BATCHES_AT_ONCE = 1_000
-"""Batches sent, or refused as too large, in one pass of the event loop. The limits in flight bound the former; the
-latter would have no end if a callback sends each refused message again.
+"""Batches sent, or refused as too large, in one pass of the event loop. Limits in flight bound the sent ones. Without
+this limit, a callback that sends each refused message again would keep the pass going.
 """
 TICK_S = 0.02
 """Interval of checks of deadlines and rests, which are much longer."""
 EXPIRED_AT_ONCE = 2_000
-"""Queues per check of deadlines, a few ms in one tick; all of 20,000 are checked five times a second."""
+"""Queues whose deadlines are checked per tick, in a few ms; 20,000 queues are all checked five times a second."""
 WOKEN_BY_ANSWER, WOKEN_BY_TICK = 2, 200
 """Queues that are checked again for room in a group: after each of its answers, and in each tick."""
 
@@ -166,7 +166,7 @@ class Sender:
             self.refuse_all()
 
     def refuse_all(self) -> None:
-        """Give every message without an outcome one; nothing is sent afterwards."""
+        """Give an outcome to every message without one; nothing is sent afterwards."""
         for group in self._groups.values():
             for batch in group.batches.unresolved():
                 self._give_up(group, batch, "the producer was closed before an answer came")
@@ -204,7 +204,7 @@ class Sender:
 
     @property
     def queue_bytes_max(self) -> int:
-        """Limit of one queue, and of one `send_many` without outcomes."""
+        """Limit in bytes of one queue, and of the messages of one `send_many` without an outcome."""
         return self._backlog.bytes_max
 
     def now_ms(self) -> int:
@@ -253,7 +253,7 @@ class Sender:
         self._pump()
 
     def too_late(self, subject: str) -> QmqError:
-        """Return the error of a message that reached its deadline before there was room for it."""
+        """Return the error for a message that reached its deadline before there was room for it."""
         return self._closed or self._why_not(subject)
 
     def refuse_late(self, batch: Batch) -> None:
@@ -273,7 +273,7 @@ class Sender:
                 self._backlog.resolve(batch, refused("", self._why_not(queue.subject)))
 
     def _why_not(self, subject: str) -> QmqError:
-        """Return the error of a message that no group took."""
+        """Return the error for a message that no group took."""
         why, groups = self._routing.why_not(subject), self._routing.groups_of(subject)
         if groups:
             return NotServed(why)
@@ -323,7 +323,7 @@ class Sender:
     # Requests.
 
     async def groups(self, subject: str, deadline_ms: int) -> list[str]:
-        """Return the groups of a subject, once the metaserver sent some.
+        """Return the groups of a subject, once the metaserver has sent its route.
 
         Raises:
             InvalidName: the subject is not valid.
@@ -367,7 +367,7 @@ class Sender:
     # Choosing and sending.
 
     def _note(self, queue: SubjectQueue) -> None:
-        """Note that a queue has messages, or may be sent to another group."""
+        """Record that a queue has messages, or may be sent to another group."""
         if not queue:
             return
         self._has_work.set()
@@ -512,7 +512,7 @@ class Sender:
         """Handle an error answer.
 
         A batch that is not stored goes to another group, or is refused if the error would follow it there. Otherwise it
-        is repeated. A repeat whose number is too old is refused by the group, and the outcome stays unknown.
+        is repeated. The group refuses a repeat whose number is too old, and its outcome stays unknown.
         """
         is_stored_nowhere = group.batches.answered(batch, answer_of(error)) is BatchState.NOT_STORED
         has_old_token = isinstance(error, AccessError) and group.link.has_old_token
@@ -547,8 +547,8 @@ class Sender:
             self._renew(self._lanes[batch.subject])
 
     def _renew(self, lanes: Lanes, groups: Iterable[str] | None = None) -> None:
-        """Refill lanes if that is due; `groups` are the subject's current ones if they may have changed. The old lanes
-        are settled as well: an empty one left active would break the next send.
+        """Refill lanes if that is due; `groups` are the subject's current groups if they may have changed. The old
+        lanes are settled as well: an empty lane that stays active would break the next send.
         """
         before = list(lanes)
         if groups is None:
@@ -650,7 +650,7 @@ class Sender:
 
 
 class Flight:
-    """Count of messages that were sent between two flushes and have no outcome."""
+    """Count of the messages without an outcome that were sent between two flushes."""
 
     __slots__ = ("open",)
 
@@ -724,11 +724,11 @@ class Senders:
                     sender.refuse_all()
 
     async def wait(self) -> None:
-        """Wait for progress in one of them."""
+        """Wait for progress in one of the senders."""
         await self._all[0].wait()
 
     async def stop(self) -> None:
-        """Stop both, also if this call is cancelled: each gives its messages an outcome."""
+        """Stop both senders, also if this call is cancelled. Each gives its messages an outcome."""
         self._is_stopping = True
         self._guard.cancel()
         first, *others = self._all

@@ -28,8 +28,8 @@
     CLOSED
         LOST     -> CLOSED
 
-Each state has a class for its facts (`Subscribed`, …). An answer that arrives in another state than its request was
-sent in is ignored, and requested again if needed.
+Each state has a class for its facts (`Subscribed`, …). An answer is ignored if the state has changed since its request
+was sent; the request is repeated if needed.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ _FACTS: dict[SessionState, type[Facts]] = {
 
 
 class SessionLife(Life[SessionState, Facts]):
-    """Life of one session, which makes and moves it."""
+    """Life of one session; the session makes it and enters its states."""
 
     __slots__ = ()
 

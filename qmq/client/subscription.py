@@ -4,7 +4,7 @@ Each broker group has two sources: the subject, and the group's mailbox, a retry
 
 Retries that are due later than brokers store them go to a delay group, as a copy with the mailbox as its subject. The
 message is acked once the copy is stored. The copy has the same id and content, and the number of deliveries. If an
-answer is lost, both may be delivered: at least once, as always.
+answer is lost, message and copy may both be delivered.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ class Subscription:
     async def confirmed(self, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
         """Ack messages; return those with a stored ack. The others may be delivered again.
 
-        Returns none if the subscription ends: its acks may be stored, and the messages were not handled.
+        Returns no message if the subscription ends: its acks may be stored, although the messages were not handled.
         """
         for message in messages:
             message._done()
@@ -307,8 +307,8 @@ class Subscription:
         return 0
 
     def lag_s(self, now_s: float) -> float:
-        """Return the age of the next waiting message since it was created or due, by the producer's clock; 0 without
-        one. From any thread.
+        """Return the age of the next waiting message since it was created or due, by the producer's clock; 0 if none
+        waits. May be called from any thread.
         """
         with suppress(IndexError, InvalidMessage):  # taken meanwhile, or bytes of a foreign producer
             if (message := self.next_message()) is not None:

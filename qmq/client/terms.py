@@ -172,8 +172,8 @@ def _tags(tags: Iterable[str]) -> tuple[str, ...]:
 
 
 BACKSTOP = 1_000
-"""Delivery attempts after which the broker makes a dead letter, of a message that ends each process at once. Consumers
-enforce lower limits themselves, because brokers do not read a message's own limit.
+"""Delivery attempts after which the broker itself makes a dead letter, for instance of a message that ends each process
+at once. Consumers enforce lower limits themselves, because brokers do not read a message's own limit.
 """
 BROKER_DELAY_S_MAX = DELAY_MS_MAX / 1000
 """Delay servers store longer delays (docs/decisions/0015)."""
@@ -185,8 +185,8 @@ DELAY_S_MAX = 36_500 * 86_400.0
 class RetryPolicy:
     """Retry policy of a group.
 
-    `deliveries_max` limits delivery attempts; 0 is no limit, for dead letters, which stay where they are. `delay_s`
-    lies between attempts unless a handler gives a delay, up to `delay_s_max`.
+    `deliveries_max` limits delivery attempts; 0 means no limit, for dead letters, which stay in their subject.
+    `delay_s` is the time between attempts, unless a handler gives a delay of up to `delay_s_max`.
     """
 
     deliveries_max: int
@@ -268,8 +268,8 @@ def batch_of(message: Refusable, policy: RetryPolicy, batch: int) -> int:
 
 
 def refused_for_good(message: Refusable, policy: RetryPolicy, reason: str) -> Refused:
-    """Return the decision on a message that must not be retried. A dead letter itself is retried: it has no other
-    place.
+    """Return the decision on a message that must not be retried. A dead letter itself is retried, because no other
+    subject could store it.
 
     Raises:
         InvalidRequest: the reason is no str.
@@ -289,8 +289,8 @@ def check_delay(delay: float | timedelta, most_s: float = BROKER_DELAY_S_MAX) ->
 
 
 def _check_reason(reason: str) -> str:
-    """Return a reason as a plain str. Raises InvalidRequest here, because an invalid one would block other nacks when
-    it is sent.
+    """Return a reason as a plain str. Raises InvalidRequest here, because an invalid reason would later block other
+    nacks.
     """
     if not isinstance(reason, str):
         raise InvalidRequest(f"a reason is a str, not {text_of_error(reason)}; write str() around it")

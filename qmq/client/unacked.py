@@ -70,8 +70,8 @@ class SentNack(NamedTuple):
 class Unacked:
     """Unsettled messages of one subscription at one broker group.
 
-    Made by a session; lives through reconnects. SUBSCRIBE sends `held_end`: the broker delivers unacked messages from
-    there on again, and `received` skips those already here.
+    Made by a session; kept over reconnects. SUBSCRIBE sends `held_end`: the broker delivers unacked messages from there
+    on again, and `received` skips those that this consumer has.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Unacked:
         """Newest ranges that brokers confirmed as acked, ascending."""
         self._owed_acks: list[Range] = []
         self._owed_nacks: list[Range] = []
-        """Pull sequences that the broker counts as unacked and that are not here."""
+        """Pull sequences that the broker counts as unacked and that this consumer lacks."""
         self.held_end: int = 0
         self.messages: int = 0
         """Number of delivered messages that are not settled."""
@@ -93,8 +93,8 @@ class Unacked:
     def received(
         self, begin: int, count: int, times: int, acker: Acker, broker_group: str
     ) -> tuple[UnackedPiece, int] | None:
-        """Add `[begin, begin + count)`; return the piece and the number of skipped messages, or None if all are
-        here.
+        """Add delivered messages `[begin, begin + count)`; return the piece and the number of skipped messages, or None
+        if this consumer has all of them.
         """
         skipped = max(0, min(self.held_end - begin, count))
         if skipped == count:
@@ -240,7 +240,8 @@ class Unacked:
     def subscribed(self, acked_end: int, unacked: Iterable[Range] = ()) -> None:
         """Prepare for a new subscription: decisions without an answer are sent again, except below `acked_end`.
 
-        Messages that the broker counts as settled beyond our decisions belong to others: our lease had ended.
+        Messages that the broker counts as settled, without a decision of this consumer, belong to others: its lease had
+        ended.
 
         Args:
             unacked: ranges below `held_end` that the broker counts as unsettled. An old master may have confirmed

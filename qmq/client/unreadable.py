@@ -1,7 +1,7 @@
 """Shell. Messages of a listener that it cannot decode for now: a codec, a key or a package is missing in this process.
 
-They are neither acked nor failed: the cause is the deployment, not the message. They wait here, and then go back to the
-group as never begun, so no attempt counts and another consumer may have them.
+They are neither acked nor failed: the cause is the deployment, not the message. They wait here, and then return to the
+group as never begun, so no attempt counts and another consumer may get them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from qmq.client.received import ReceivedMessage
 
 WAIT_S = 30.0
-"""Time until such messages go back. Each return is a frame of the log."""
+"""Time until such messages return to their group. Each return is a frame of the log."""
 
 
 class Unreadable:
@@ -29,7 +29,7 @@ class Unreadable:
         return [message for message in messages if message not in self._waiting]
 
     def put(self, messages: list[ReceivedMessage]) -> None:
-        """Keep messages, and release them in `WAIT_S`."""
+        """Keep messages, and release them after `WAIT_S`."""
         self._waiting.update(messages)
         asyncio.get_running_loop().call_later(WAIT_S, self._release, messages)
 
