@@ -1,4 +1,4 @@
-"""Shell. An accepted connection: requests before AUTHENTICATE, and those outside its token's rights, are rejected."""
+"""Shell. Accepted connection: requests before AUTHENTICATE, or outside the rights of its token, are rejected."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ log = logging.getLogger(__name__)
 
 LOGIN_S = 5.0
 LOGIN_PACKET_BYTES_MAX = 64 * 1024
-"""Memory that a connection may take before its login."""
+"""Largest packet before the login, so that connections without a token take little memory."""
 _UNTIL_ANSWERED = (ConnectionState.SHARING, ConnectionState.FLOW)
 
 
 @dataclass(slots=True)
 class Port:
-    """A listening port and its connections. Made by the service; lives as long."""
+    """Listening port and its connections. Made by the service; ends with it."""
 
     commands: frozenset[Command]
     number: int
@@ -54,8 +54,8 @@ class Port:
     """Connections without a login, oldest first."""
 
     def entered(self, acceptor: Acceptor) -> Acceptor | None:
-        """Count a connection; return the one to close, if there are too many: connections need no token to open, so
-        the oldest without a login makes room for others.
+        """Count a new connection; return the connection to close if there are too many, or None. Opening a connection
+        needs no token, so the oldest without a login makes room for others.
         """
         self.connections += 1
         leaves = None
@@ -102,7 +102,9 @@ class Acceptor:
         self._is_in = False
         self.app = ""
         self.clock_ahead_ms: int | None = None
-        """Difference of the client's clock to ours at login, ahead if positive; None: not sent."""
+        """Difference of the client's clock to this broker's at login; positive if the client's is ahead, None if it was
+        not sent.
+        """
         self.flow = Flow(settings.window_bytes)
         self._token = ""
         self._limits: Limits | None = None
@@ -147,11 +149,11 @@ class Acceptor:
 
     @property
     def batch_bytes(self) -> int:
-        """Advised maximum of a batch; 0: none."""
+        """Advised maximum of a batch; 0 for no advice."""
         return self._service.shares.batch_bytes or 0
 
     def follow_flow(self) -> None:
-        """Stop or resume reading, by the window, the share and the process's memory."""
+        """Stop or resume reading, depending on the window, the share and the process's memory."""
         service, flow = self._service, self.flow
         unacked_bytes, share_bytes = self.connection.unacked_bytes, service.shares.bytes
         if flow.follow(unacked_bytes, share_bytes=share_bytes, memory_is_short=service.memory_alarm.is_on):
@@ -199,7 +201,7 @@ class Acceptor:
             self._login = None
 
     def _let_in(self, connection: Connection, packet: Packet, token: str, caller: Caller) -> None:
-        """Open the connection for this caller's rights; raises MissingRight."""
+        """Open the connection with this caller's rights; raises MissingRight or Overloaded."""
         group, settings = self._service.node.group, self._settings
         (check_client if self._is_client else check_broker)(caller, group)
         if self._is_client and self._access.connections_of(token) >= settings.token_connections_max:
@@ -243,8 +245,8 @@ class Acceptor:
 
     @property
     def is_clock_off(self) -> bool:
-        """Whether the client's clock differed too much from ours at login. A delayed login makes a clock seem
-        behind.
+        """Whether the client's clock differed too much from this broker's at login. After a delayed login a clock seems
+        to be behind.
         """
         return abs(self.clock_ahead_ms or 0) > self._settings.clock_difference_ms_max
 
@@ -271,7 +273,7 @@ class Acceptor:
         self._service.acceptors.pop(self, None)
         self._service.shares.lost(self)
         self._access.left(self._token, self)
-        if self._is_in:  # otherwise the core never got a packet of it
+        if self._is_in:  # otherwise the core never got a packet of this connection
             self._service.guarded(lambda: self._service.node.link_lost(connection))
 
     def writable_again(self, connection: Connection) -> None:

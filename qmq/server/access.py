@@ -31,23 +31,25 @@ log = logging.getLogger(__name__)
 ASK_S = 2.0
 """Less than the time for a login."""
 REVIEW_S = 5.0
-"""Interval of the checks of open connections' tokens. A revoked or expired one ends within this and the answer's
-validity, less than a minute.
+"""Interval of the checks of open connections' tokens. A connection with a revoked or expired token ends within this
+interval and the answer's validity, less than a minute.
 """
 REVIEWED_AT_ONCE = 100
-"""A hanging metaserver costs each question its whole timeout; in sequence the last would wait for minutes."""
+"""Number of tokens that are checked at the same time. With a hanging metaserver each check takes its whole timeout, so
+one after the other would take minutes.
+"""
 CLUSTER = Caller("cluster", TokenRole.CLUSTER)
 
 
 class Guest(Protocol):
-    """A connection that a token opened."""
+    """Connection that a token opened."""
 
     def turn_out(self, reason: str) -> None:
-        """Close it: its token is not valid any more."""
+        """Close the connection, because its token is not valid any more."""
 
 
 class Access:
-    """Made by main; `run` returns when it is cancelled. Used on the loop."""
+    """Check of a process's tokens. Made by main; `run` returns when it is cancelled. Used on the loop."""
 
     def __init__(self, settings: CopySettings) -> None:
         self._settings = settings
@@ -62,7 +64,7 @@ class Access:
         self.sent = SentBytes(settings.token_bytes_per_s) if settings.token_bytes_per_s else None
 
     def own(self, token: str) -> Caller | None:
-        """Return the caller if this is the broker's own token, or None."""
+        """Return the caller if `token` is the broker's own, or None."""
         return CLUSTER if self._cache.is_own(token) else None
 
     async def check(self, token: str) -> Caller:
@@ -120,12 +122,12 @@ class Access:
         except AccessError as error:
             for guest in list(self._guests.get(token, ())):
                 guest.turn_out(str(error))
-        except NotServed as error:  # no metaserver answers, and it has expired
+        except NotServed as error:  # no metaserver answers, and the known answer has expired
             for guest in list(self._guests.get(token, ())):
                 guest.turn_out(f"the token has expired, or {error}")
 
     async def _ask_once(self, token: str) -> Known:
-        """Ask once for many connections with one token."""
+        """Check a token at the metaserver, once for all connections that wait for the same token."""
         if (task := self._asking.get(token)) is None:
             task = self._asking[token] = asyncio.ensure_future(self._ask(token))
             task.add_done_callback(lambda _: self._asking.pop(token, None))
@@ -182,7 +184,7 @@ REFUSED_MS = 5000
 """Time before an unknown token is asked about again."""
 KNOWN_MAX = 10_000
 SUBJECTS_MAX = 10_000
-"""Per connection; more are checked anew."""
+"""Limit of a connection's remembered subjects; other subjects are checked again for each batch."""
 
 _WRITING = frozenset({Command.PRODUCE, Command.RECUR})
 """Commands that carry a message, which may create a subject."""
@@ -209,17 +211,17 @@ CONTROL_ROLES: Mapping[str, frozenset[TokenRole]] = {
     "ResetOffset": frozenset({TokenRole.CLUSTER}),
     "MarkGroups": frozenset({TokenRole.CLUSTER}),
 }
-"""Method of the control port -> roles of which a caller needs one. Only a metaserver sends changes."""
+"""Method of the control port -> roles of which a caller needs one. Only metaservers may change anything."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Facts about one token; `caller` None: the metaserver refused it, for `reason`."""
+    """Facts about one token. `caller` is None if the metaserver refused the token, for `reason`."""
 
     caller: Caller | None
     fresh_until_ms: int
     expires_ms: int = 0
-    """0: no expiry."""
+    """0 for no expiry."""
     reason: str = ""
 
     def is_expired(self, now_ms: int) -> bool:
@@ -227,18 +229,18 @@ class Known:
 
 
 class TokenCache:
-    """Known tokens. Used on the loop. Times are of a clock that never goes back."""
+    """Cache of known tokens. Used on the loop. Times are of a monotonic clock."""
 
     def __init__(self, own_token: Token) -> None:
         self._own = own_token
         self._known: dict[str, Known] = {}
 
     def is_own(self, token: str) -> bool:
-        """Whether it is the broker's own token: the key of the installation."""
+        """Return whether this is the broker's own token, the key of the installation."""
         return hmac.compare_digest(token.encode("utf-8", "surrogatepass"), token_text(self._own).encode())
 
     def fresh(self, token: str, *, now_ms: int) -> Known | None:
-        """Return the facts that need no question, or None."""
+        """Return the facts about a token if they are fresh enough to use without the metaserver, or None."""
         known = self._known.get(token)
         return known if known and now_ms < known.fresh_until_ms and not known.is_expired(now_ms) else None
 
@@ -258,13 +260,13 @@ class TokenCache:
         if token not in self._known and len(self._known) >= KNOWN_MAX:
             self._known = {text: kept for text, kept in self._known.items() if kept.caller is not None}
             if len(self._known) >= KNOWN_MAX:
-                del self._known[next(iter(self._known))]  # the one learned first
+                del self._known[next(iter(self._known))]  # the oldest
         self._known[token] = known
         return known
 
 
 class Limits:
-    """Rights and limits of a client's connection. One look-up per batch, once a subject was seen."""
+    """Rights and limits of a client's connection. A subject seen before costs one look-up per batch."""
 
     def __init__(self, caller: Caller, ration: NewSubjects, sent: SentBytes | None = None) -> None:
         self._caller = caller
@@ -273,7 +275,7 @@ class Limits:
         self._produced: set[bytes] = set()
 
     def check(self, packet: Packet, known_subjects: Mapping[str, object], *, now_ms: int) -> None:
-        """Raise MissingRight for a subject out of scope, Overloaded for one too many that is new, or too many bytes."""
+        """Raise MissingRight for a subject out of scope, Overloaded for too many new subjects or too many bytes."""
         if packet.code in _WRITING:
             self._check_subject(_written_subject(packet), known_subjects, now_ms)
         elif packet.code == Command.SUBSCRIBE:

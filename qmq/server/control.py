@@ -1,6 +1,4 @@
-"""Shell. The gRPC port of a broker or delay server: state and swaps for the metaserver, the log for repair and
-Spark.
-"""
+"""Shell. gRPC port of a broker or delay server: state and swaps for the metaserver, the log for repair and Spark."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ log = logging.getLogger(__name__)
 CHUNK_BYTES = 512 << 10
 POLL_S = 0.005
 FLUSHED_S = 1.0
-"""A copy that takes longer to store its state must not be chosen."""
+"""Time to store the state before a failover. A copy that takes longer must not be promoted."""
 
 
 class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generated code has no types
@@ -187,12 +185,12 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
         )
 
     async def ReadLog(self, request: pb.ReadLogRequest, context: Any) -> AsyncIterator[pb.LogChunk]:
-        """Stream frames as stored, damaged bytes included: the reader reports them. Closed segments are read from the
-        files of their names.
+        """Stream frames as stored, damaged bytes included; the reader reports the damage. Closed segments are read from
+        the files that now have their names.
 
-        Readers share `read_log_bytes_per_s`, except copies under repair: their group waits for them.
+        Readers share `read_log_bytes_per_s`, except copies under repair, because their group waits for them.
 
-        PERMISSION_DENIED: the token is limited to some subjects, and these are frames of all.
+        PERMISSION_DENIED: the token is limited to some subjects, and the frames are of all subjects.
         """
         await _require_all_subjects(context)
         message_log, positions, me = self._service.node.log, self._service.reader_positions, object()
@@ -214,7 +212,7 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
             del positions[me]
 
     async def ReadDerived(self, request: pb.ReadDerivedRequest, context: Any) -> AsyncIterator[pb.DerivedPart]:
-        """Send index and snapshot of a segment, as ReadLog sends frames. PERMISSION_DENIED: as of ReadLog."""
+        """Stream index and snapshot of a segment, as ReadLog streams frames. PERMISSION_DENIED: see ReadLog."""
         await _require_all_subjects(context)
         read = partial(self._service.node.log.stored.derived_files, request.base, index_only=request.index_only)
         index, snapshot = await asyncio.to_thread(read)
@@ -224,7 +222,7 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
             yield part
 
     async def HoldLog(self, request: pb.Nothing, context: Any) -> AsyncIterator[pb.Nothing]:
-        """Stop retention while the call lasts and the disk has room. PERMISSION_DENIED: as of ReadLog."""
+        """Stop retention while the call lasts and the disk has room. PERMISSION_DENIED: see ReadLog."""
         await _require_all_subjects(context)
         holders, me = self._service.log_holders, object()
         holders.add(me)
@@ -244,7 +242,9 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
         return message_log.stored.next_frame(begin)
 
     def _chunk(self, at: int, end: int) -> bytes:
-        """Read frames from `at` on, as few as begin below `end`: a dead letter's original is asked for by itself."""
+        """Read the frames that begin in `[at, end)`. No more, because a reader may want only the original of one dead
+        letter.
+        """
         message_log = self._service.node.log
         try:
             if segment_at(message_log.bases, at) == at:
@@ -273,7 +273,7 @@ SAMPLES_MAX = 121
 
 
 class Sample(NamedTuple):
-    """Messages since the process began, at a moment in milliseconds since 1970."""
+    """Number of messages since the process began, at a time in ms since 1970 UTC."""
 
     at_ms: int
     taken: int
@@ -282,7 +282,7 @@ class Sample(NamedTuple):
 
 
 class Samples:
-    """Rates of this copy, sampled every 5 s for ten minutes, so that any metaserver can show them. Made by main.
+    """Samples of this copy's rates: every 5 s, kept for ten minutes, for any metaserver to show. Made by main.
 
     Args:
         read: messages taken, delivered and acked so far.
@@ -298,7 +298,7 @@ class Samples:
             await asyncio.sleep(SAMPLE_S)
 
     def all(self) -> list[Sample]:
-        """Return the samples, oldest first, and one of now."""
+        """Return the samples, oldest first, and a new one at the end."""
         return [*self._kept, self._now()]
 
     def _now(self) -> Sample:
@@ -306,14 +306,14 @@ class Samples:
 
 
 class Pace:
-    """A rate that several readers share: each begins when the bytes before are paid for."""
+    """Rate that several readers share. Each read begins after the time that all earlier bytes take at this rate."""
 
     def __init__(self, bytes_per_s: int) -> None:
         self._bytes_per_s = bytes_per_s
         self._free_s = 0.0
 
     def wait_s(self, size: int, now_s: float) -> float:
-        """Return the wait before `size` bytes may be sent; they count from then on."""
+        """Return the wait before `size` bytes may be sent, and count these bytes."""
         begin_s = max(self._free_s, now_s)
         self._free_s = begin_s + size / self._bytes_per_s
         return begin_s - now_s

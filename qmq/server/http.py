@@ -23,14 +23,14 @@ from qmq.server.access import Access
 from qmq.states import Machine
 
 CHECK_S = 5.0
-"""More than a question to the metaserver takes."""
+"""Time limit of a token's check; a request to the metaserver takes less."""
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 Answering = Callable[[Request], Awaitable[Response]]
 
 
 class CopyHttp:
-    """Made by a process's main. Health needs no token; the rest needs the role viewer.
+    """HTTP addresses of a process. Made by main. Health needs no token; all others need the role viewer.
 
     Args:
         connections, readiness, states: called on the loop.
@@ -99,7 +99,7 @@ class CopyHttp:
 T = TypeVar("T")
 
 _SUFFIXES = {"counter": "_total", "gauge": "", "histogram": ""}
-"""Of the name of a family, by its kind; we have no other kinds."""
+"""Suffix of a family's name, by its kind. Other kinds are not used."""
 
 
 class Series(Metric):
@@ -107,7 +107,7 @@ class Series(Metric):
 
     Args:
         kind: "gauge" or "counter".
-        labels: their names, one at least.
+        labels: names of the labels, at least one.
     """
 
     def __init__(self, name: str, text: str, kind: str, labels: Sequence[str]) -> None:
@@ -119,7 +119,7 @@ class Series(Metric):
         self._rows = list[tuple[Sequence[str], float]]()
 
     def add_metric(self, values: Sequence[str], value: float) -> None:
-        """Add a series; `values` are its labels', in their order."""
+        """Add a series; `values` are the values of its labels, in their order."""
         self._rows.append((values, value))
 
     @property
@@ -139,7 +139,7 @@ class Series(Metric):
 
 
 class _Memo(dict[T, str]):
-    """A page has each subject several times, and the same few numbers thousands of times."""
+    """Cache of texts: a page has each subject several times, and the same few numbers thousands of times."""
 
     def __init__(self, make: Callable[[T], str]) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class _Memo(dict[T, str]):
 
 
 def render(families: Iterable[Metric]) -> bytes:
-    """Return the page, text format 0.0.4."""
+    """Return families as a page in Prometheus's text format 0.0.4."""
     lines: list[str] = []
     quoted, shown = _Memo[str](_quoted).__getitem__, _Memo[float](floatToGoString).__getitem__
     for family in families:

@@ -1,4 +1,4 @@
-"""Shell. The broker's link to the metaserver: registration, a heartbeat every second, new assignments."""
+"""Shell. Link of a broker to the metaserver: registration, a heartbeat every second, new assignments."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ _REFUSALS = (
     grpc.StatusCode.INVALID_ARGUMENT,
 )
 RETRIES_S = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""Waits after failures in a row. The first is none: another metaserver is there when one ends, and /meta/address names
-it. Up to half of a wait is added at random, so that not all brokers come at once."""
+"""Waits after failures in a row. The first is 0: when one metaserver ends, /meta/address names another one at once. Up
+to half of a wait is added at random, so that brokers do not all come at the same time.
+"""
 STEADY_S = 3.0
-"""A connection that lasted this long resets the waits. Two machines with a copy of one broker's disk and name end each
-other's heartbeats; they must not do so a hundred times a second.
+"""A connection that lasted this long resets the waits. Two machines with copies of one broker's disk and name end each
+other's heartbeats; without a wait they would do so a hundred times a second.
 """
 ALONE_AFTER_S = 3.0
 """Time that a starting broker waits for the metaserver before it takes its last role."""
@@ -85,7 +86,7 @@ def state_message(service: Service[Any], settings: CopySettings) -> pb.BrokerSta
 
 
 class MetaLink:
-    """The link. Made by main; `run` returns when it is cancelled.
+    """Link to one metaserver after another. Made by main; `run` returns when it is cancelled.
 
     Args:
         kind: kind of groups that this process can belong to.
@@ -99,18 +100,18 @@ class MetaLink:
         self._is_refused = False
         self._failures = 0
         self._has_part = False
-        """Whether a metaserver assigned the role in this process; a remembered one may be outdated."""
+        """Whether a metaserver has assigned the role since this process began; a stored role may be outdated."""
         self.stub: MetaserverStub | None = None
         """Stub of the metaserver that serves this broker, or None."""
         self._last: pb.Assignment | None = None
         self._served_since: float | None = None
-        """On the clock of the loop; None: not since the last failure."""
+        """Time by the loop's clock since when a metaserver serves this broker; None if not since the last failure."""
         self._patience = Patience()
         self._look: asyncio.TimerHandle | None = None
         """Timer of the next check for an answer."""
 
     async def run(self) -> None:
-        """Register, beat; again after every failure."""
+        """Register and send heartbeats; begin again after every failure."""
         loop = asyncio.get_running_loop()
         loop.call_later(ALONE_AFTER_S, self.start_alone)
         while True:
@@ -127,15 +128,17 @@ class MetaLink:
             await asyncio.sleep(wait_s * random.uniform(1.0, 1.5))
 
     def served(self, now_s: float) -> None:
-        """Record that a metaserver serves us."""
+        """Record that a metaserver serves this broker."""
         self._served_since = self._served_since or now_s
         self._service.is_registered = True
 
     def failed(self, error: Exception) -> None:
-        """Record the reason why the metaserver does not serve us."""
+        """Record the reason why the metaserver does not serve this broker."""
         self._service.is_registered = False
         is_refusal = isinstance(error, grpc.aio.AioRpcError) and error.code() in _REFUSALS
-        self._is_refused = is_refusal or isinstance(error, OperatorError)  # or its assignment contradicts our identity
+        self._is_refused = is_refusal or isinstance(
+            error, OperatorError
+        )  # or its assignment contradicts this directory
         text = (isinstance(error, grpc.aio.AioRpcError) and error.details()) or cause_of(error)
         if self._service.node.is_of_another and not isinstance(error, OperatorError):
             text = f"{text} (this data directory belongs to {self._service.node.owner})"
@@ -146,7 +149,7 @@ class MetaLink:
             self._service.guarded(lambda: self._service.node.lose_part(text))
 
     def start_alone(self) -> None:
-        """Take the last role, unless the metaserver was reached and refused it: ours may be a copied directory."""
+        """Take the last role, unless a metaserver refused this broker: its data directory may be a copy."""
         if not self._is_refused:
             self._service.guarded(self._take_up_old_part)
 
@@ -155,7 +158,7 @@ class MetaLink:
             log.warning("metaserver not reached: the broker resumes its role")
 
     async def _find(self) -> str:
-        """Ask for the metaserver's gRPC address."""
+        """Return the metaserver's gRPC address; raises NotServed."""
         try:
             return await asyncio.to_thread(find_metaserver, self._settings.metaserver)
         except (OSError, ValueError) as error:
@@ -224,7 +227,7 @@ class MetaLink:
                 pass
 
     def _look_later(self, silence: asyncio.Timeout) -> None:
-        """Check for an answer when it is due; leave the metaserver without one."""
+        """Schedule a check for the time when an answer is due; without the answer, leave the metaserver."""
         loop = asyncio.get_running_loop()
         left_s = self._patience.left_s(loop.time())
         self._look = loop.call_later(left_s, self._look_later, silence) if left_s else None

@@ -27,13 +27,14 @@ from qmq.types import Endpoint
 from qmq.version import VERSION
 
 Reading = tuple[str, str, float]
-"""Name without the prefix, help text, value."""
+"""Metric without labels: name without the prefix, help text, value."""
 Later = Callable[[], Iterable[Metric]]
 
 
 def largest(sizes: Mapping[str, int], most: int, is_always: Callable[[str], bool]) -> dict[str, int]:
-    """Return the `most` largest, first those that are always shown: 10,000 subjects would be a page of 3 MB. Of equals
-    it is the first ones, so that it is the same ones each time."""
+    """Return the `most` largest sizes by name, first the names that are always shown. All of 10,000 subjects would be a
+    page of 3 MB. Of equal sizes the first names count, so the choice is the same each time.
+    """
     if len(sizes) <= most:
         return dict(sizes)
     always = dict.fromkeys(filter(is_always, sizes))
@@ -43,11 +44,11 @@ def largest(sizes: Mapping[str, int], most: int, is_always: Callable[[str], bool
 
 
 class CopyCollector(Collector, Generic[M]):
-    """Reads the state on its loop at each scrape; nothing is counted twice or kept beside the core.
+    """Collector that reads the state on its loop at each scrape. It keeps no counts of its own.
 
     Args:
-        prefix: begin of all names.
-        settings: numbers of subjects and consumer groups with series of their own, and those that always have some.
+        prefix: prefix of all names.
+        settings: how many subjects and consumer groups have series of their own, and which always have them.
     """
 
     def __init__(
@@ -75,14 +76,14 @@ class CopyCollector(Collector, Generic[M]):
             yield from make()
 
     def copied(self) -> Iterator[Later]:
-        """Copy the facts about all subjects and groups, on the loop. The returned function ranks them and makes
+        """Copy the facts about all subjects and groups, on the loop. The returned functions rank them and make
         families, which takes longer, on another thread.
         """
         ends = dict(self._service.node.log.state.next_sequence)
         yield lambda: self._subjects(ends)
 
     def read(self) -> Iterator[Metric]:
-        """Metrics of the subclass's process follow these."""
+        """Yield the metrics of every process; a subclass adds those of its own."""
         yield from map(self.gauge, self._gauges())
         yield from map(self.count, self._counts())
         info = self.gauges("info", "Always 1; its labels name the version", "version")
@@ -107,7 +108,7 @@ class CopyCollector(Collector, Generic[M]):
         )
 
     def _copies(self) -> Iterator[Metric]:
-        """A master's slaves, four at most."""
+        """Yield the metrics of a master's slaves, of which there are at most four."""
         master, end = self._service.node.master, self._service.node.log.end
         lag = self.gauges(
             "copy_lag_bytes", "Bytes that a slave has not confirmed; all of them while it is away", "copy"
@@ -120,7 +121,7 @@ class CopyCollector(Collector, Generic[M]):
         yield from (lag, in_sync)
 
     def readiness(self) -> dict[str, object]:
-        """Return the answer of `/health/ready`: ready is a process with a part in its group that it can do."""
+        """Return the answer of `/health/ready`: a process is ready when it has a part in its group and can do it."""
         node = self._service.node
         return {
             "ready": node.role is not None,
@@ -234,7 +235,7 @@ class CopyCollector(Collector, Generic[M]):
             yield "scrub_findings", "Damage that a scrub, a read or the start found", service.scrub.findings
 
     def _subjects(self, ends: Mapping[str, int]) -> Iterator[Metric]:
-        """Of each subject, how many messages; those of dead letters come first, as alerts watch them."""
+        """Yield the number of messages of each subject. Dead-letter subjects come first, because alerts watch them."""
         yield self.gauge(("subjects", "Subjects in the log; metrics_subjects_max of them are shown", len(ends)))
         received = self.counts("subject_messages", "Messages in the log since its beginning", "subject")
         shown = largest(ends, self._shown_max, lambda name: is_dead_letter_subject(name) or self._is_always(name))
@@ -270,7 +271,7 @@ class CopyCollector(Collector, Generic[M]):
 
 
 def connections(service: Service[Any]) -> list[dict[str, object]]:
-    """Answer of `/connections`: the state of each client's connection."""
+    """Return the answer of `/connections`: the state of each client's connection."""
     return [
         {
             "peer": acceptor.connection.peer,
@@ -288,7 +289,7 @@ def connections(service: Service[Any]) -> list[dict[str, object]]:
 
 
 def http_port(collector: CopyCollector[M], service: Service[M], settings: CopySettings) -> HttpPort:
-    """Open the HTTP port. Raises NotServed: it is taken."""
+    """Open the HTTP port; raises NotServed if it is taken."""
     registry = CollectorRegistry()
     register_process(registry)
     registry.register(collector)

@@ -2,7 +2,7 @@
 
 States of a client's connection:
 
-    running   read as fast as it sends
+    running   read as fast as the client sends
     sharing   other connections produce, too, and its unacknowledged bytes fill its share: not read until half of them
               were answered. A message is acknowledged with the log before it, so no other message waits much longer
     flow      its unacknowledged bytes fill its window: not read until half of them were answered
@@ -23,27 +23,32 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K")
 MEMORY_ENDS_AT = 0.95
-"""Share of the limit below which the alarm ends; at the limit itself it would come and go with every tick."""
+"""Share of the limit below which the alarm ends. If it ended at the limit itself, it would begin and end with every
+tick.
+"""
 DISK_EVERY_MS = 10_000
 LATELY_MS = 60_000
-"""For how long Doctor names a limit that was reached: longer than between two looks of Prometheus."""
+"""Time for which Doctor names a reached limit: longer than Prometheus's interval between scrapes."""
 LIMITED_SUBJECTS_MAX = 100
-"""Subjects that are named at a time with an operator's limit that refused their producers; all are counted."""
+"""Number of subjects that are named while an operator's limit refuses their producers. All refusals are counted."""
 DISK_NEAR_BYTES = 1 << 30
-"""This close above twice the limit, free space is looked at in every tick."""
+"""Free space this close above twice the limit is measured in every tick."""
 
 
 SHARED_BYTES, QUIETLY_SHARED_BYTES = 2 << 20, 1 << 20
-"""Un-acknowledged bytes of all connections that produce, if they are several: enough for each commit to be a large one,
-and some 5 ms of two disks. The latter: while one of them is quiet, for it waits for all of that."""
+"""Limit of the unacknowledged bytes of all connections together, if several produce: enough for large commits, and some
+5 ms of two disks. The second value applies while one of them is quiet, because its messages wait behind all these
+bytes.
+"""
 SHARE_BYTES_LEAST = 256 << 10
 BATCH_BYTES = 256 << 10
-"""How large a batch should be at most beside a quiet connection, which waits for the whole of each. Not beside loud
-ones alone: smaller batches cost both brokers and their producers more."""
+"""Advised maximum of a batch while a quiet connection produces, which waits for each whole batch of the others. It does
+not apply among loud connections, because smaller batches cost brokers and producers more.
+"""
 QUIET_BYTES = 64 << 10
-"""A connection with smaller batches only, for ten to twenty seconds or since its begin, is quiet."""
+"""A connection is quiet if all its batches of the last ten to twenty seconds were smaller than this."""
 SHARES_MS = 10_000
-"""A connection keeps its share until it has produced nothing for so long, or twice that; so an occasional producer
+"""A connection keeps its share until it has produced nothing for one or two of these periods. So an occasional producer
 finds no long queue either.
 """
 
@@ -65,7 +70,7 @@ class Flow:
     state: ConnectionState = ConnectionState.RUNNING
 
     def follow(self, unacked_bytes: int, *, share_bytes: int | None = None, memory_is_short: bool) -> bool:
-        """Move to the state of these circumstances; return whether it changed."""
+        """Enter the state that follows from the arguments; return whether it changed."""
         before, self.state = self.state, self._state(unacked_bytes, share_bytes, memory_is_short)
         return self.state is not before
 
@@ -104,7 +109,7 @@ class _Recent(Generic[K]):
         self._now.discard(key)
 
     def begin_period(self, late_ms: int) -> None:
-        """Begin the next one, `late_ms` after the last one's end; all is forgotten if that is as long."""
+        """Begin the next period, `late_ms` after the last one ended; forget all members if that is a whole period."""
         self._before = self._now if late_ms < SHARES_MS else set()
         self._now = set()
 
@@ -115,11 +120,11 @@ class Shares(Generic[K]):
     def __init__(self) -> None:
         self._producing: _Recent[K] = _Recent()
         self._loud: _Recent[K] = _Recent()
-        """Those of them that are not quiet."""
+        """Producing connections that are not quiet."""
         self._until_ms = 0
 
     def produced(self, connection: K, size: int, now_ms: int) -> None:
-        """It has a share for the next ten to twenty seconds."""
+        """Record a batch: its connection has a share for the next ten to twenty seconds."""
         if now_ms >= self._until_ms:
             for recent in (self._producing, self._loud):
                 recent.begin_period(now_ms - self._until_ms)
@@ -134,14 +139,14 @@ class Shares(Generic[K]):
 
     @property
     def bytes(self) -> int | None:
-        """Share of each; None: only one connection produces."""
+        """Share of each connection, or None if only one produces."""
         count = len(self._producing)
         shared = QUIETLY_SHARED_BYTES if self._is_one_quiet else SHARED_BYTES
         return max(SHARE_BYTES_LEAST, shared // count) if count > 1 else None
 
     @property
     def batch_bytes(self) -> int | None:
-        """Advised maximum of a batch; None: no limit."""
+        """Advised maximum of a batch, or None."""
         return BATCH_BYTES if len(self._producing) > 1 and self._is_one_quiet else None
 
     @property
@@ -156,13 +161,13 @@ class LimitsReached:
     """
 
     counts: Counter[str] = field(default_factory=Counter)
-    """How often, by setting; only those that ever did."""
+    """How often each setting stopped or rejected a client; only settings that ever did."""
     _last_ms: dict[str, int] = field(default_factory=dict)
     _subjects: dict[tuple[str, str], int] = field(default_factory=dict)
-    """(setting, subject) -> when it was reached last; of those that are over, some are still there."""
+    """(setting, subject) -> time when the limit was last reached. May include limits that are not reached any more."""
 
     def reached(self, setting: str, now_ms: int, subject: str = "") -> bool:
-        """Count; return whether it had not been reached lately, of this subject if it is the limit of one."""
+        """Count a reached limit; return whether it was not reached lately (for a subject's limit: by this subject)."""
         begins = setting not in self.counts or not self.is_lately(setting, now_ms)
         self.counts[setting] += 1
         self._last_ms[setting] = now_ms
@@ -178,11 +183,11 @@ class LimitsReached:
         return begins
 
     def is_lately(self, setting: str, now_ms: int) -> bool:
-        """Whether it did within the last LATELY_MS."""
+        """Return whether this setting stopped or rejected a client within the last LATELY_MS."""
         return now_ms - self._last_ms[setting] < LATELY_MS
 
     def subjects_lately(self, now_ms: int) -> list[tuple[str, str]]:
-        """Return (setting, subject) of operators' limits that did."""
+        """Return (setting, subject) of operators' limits that refused producers within the last LATELY_MS."""
         return [key for key, last_ms in self._subjects.items() if now_ms - last_ms < LATELY_MS]
 
 
@@ -202,12 +207,12 @@ class MemoryAlarm:
 
 @dataclass(slots=True)
 class DiskWatch:
-    """Schedule of the checks of free space: bytes written since the last one may have filled it."""
+    """Schedule of the checks of free space: the bytes written since the last check may have filled the disk."""
 
     limit_bytes: int
     is_full: bool = False
     is_near: bool = False
-    """Whether free space has to be looked at in every tick."""
+    """Whether free space must be measured in every tick."""
     _next_ms: int = 0
     _next_end: int = 0
 

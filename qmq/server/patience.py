@@ -1,7 +1,7 @@
 """Core. Patience: the wait for a heartbeat's answer before the broker goes to another metaserver.
 
 A stalled metaserver keeps its connections, so its brokers would miss a new master. A busy one answers late, and the
-next may be as busy. So each departure doubles the wait, and measured answer times shorten it again.
+next may be as busy. So each change of metaserver doubles the wait, and measured answer times shorten it again.
 
     heartbeat ─► answered ─► next one
              └─► no answer for `limit_s` ─► did this process stall itself? ─► yes: wait once more
@@ -13,36 +13,36 @@ from __future__ import annotations
 SILENT_S = 2.0
 SILENT_S_MAX = 10.0
 LATE_S = 0.5
-"""A look that comes so late was held up here: the answer may wait unread."""
+"""A check that runs this late was delayed by this process itself, so the answer may have arrived unread."""
 CALM_S = 5.0
-"""Window of answer times that decides the wait after it. With a longer one, a metaserver that stood still would make
-its brokers slow to leave the next.
+"""Window of measured answer times, which decide the next wait. With a longer window, one stalled metaserver would make
+its brokers slow to leave the next one.
 """
 
 
 class Patience:
-    """Made once for each broker, over all metaservers. `now_s` is of a clock that never goes back."""
+    """Wait of one broker, kept over all metaservers. `now_s` is of a monotonic clock."""
 
     def __init__(self) -> None:
         self.limit_s = SILENT_S
         self._asked_s: float | None = None
-        """When the oldest heartbeat without an answer was sent."""
+        """Time when the oldest heartbeat without an answer was sent."""
         self._wait_s = SILENT_S
         self._slowest_s = 0.0
         self._since_s: float | None = None
 
     def begin(self) -> None:
-        """A new stream of heartbeats: of the one before, nothing is waited for."""
+        """Begin a new stream of heartbeats; answers of the stream before are not waited for."""
         self._asked_s = self._since_s = None
 
     def asked(self, now_s: float) -> None:
-        """A heartbeat leaves."""
+        """Record a heartbeat that is sent."""
         if self._asked_s is None:
             self._asked_s = now_s
             self._wait_s = self.limit_s
 
     def answered(self, now_s: float) -> None:
-        """The metaserver sent something."""
+        """Record an answer of the metaserver."""
         if self._since_s is None:
             self._since_s = now_s
             self._slowest_s = 0.0
@@ -54,7 +54,7 @@ class Patience:
             self._since_s = None
 
     def left_s(self, now_s: float) -> float | None:
-        """Return the rest of the wait; 0: leave now; None: no answer is due."""
+        """Return the rest of the wait: 0 to leave now, None if no answer is due."""
         if self._asked_s is None:
             return None
         over_s = now_s - self._asked_s - self._wait_s

@@ -1,12 +1,12 @@
-"""Core. A master's side of producers: checks a batch, appends it, acknowledges it when enough disks have it.
+"""Core. Produce requests at a master: checks a batch, appends it, acknowledges it when enough disks have it.
 
 Work is per batch. The CRC is checked before anything is stored (W4). Messages that cannot be stored are refused one by
 one (W7, W22). A repeated batch gets the receipt of the first time (P2).
 
-`check_messages` finds messages over a limit of QMQ, which some consumer could not read. The client refuses them before
-a send; this is for clients that do not. Many messages are checked together (`are_usual`): 0.1 µs each. Few messages, or
-a batch with a fault, are checked one by one in some places: 0.5 µs. Only unusual ones, all with properties above 32 KiB
-among them, are parsed: 10 µs.
+`check_messages` finds messages above a limit of QMQ, which some consumer could not read. Most clients refuse these
+before they send; the check is for clients that do not. Many messages are checked together (`are_usual`): 0.1 µs each.
+If they are few, or one has a fault, each is checked in a few places: 0.5 µs. Only unusual messages are parsed, among
+them all with properties above 32 KiB: 10 µs.
 
 Keeps I10.
 """
@@ -76,16 +76,16 @@ else:
 log = logging.getLogger(__name__)
 
 _SUBJECT_AT = 19
-"""Where the text of the subject begins (qmq.codec); its length stands before it, that of the id behind it."""
+"""Position of the subject's text (qmq.codec). Its length is before it, the id's length behind it."""
 AT_ONCE_MIN = 32
-"""With fewer messages the calls of numpy, 45 µs, cost more than they save; with tags from 5 on."""
+"""With fewer messages the calls of numpy, 45 µs, cost more than they save. For messages with tags this number is 5."""
 _SUBJECT_LENGTH_AT = _SUBJECT_AT - 2
 _EMPTY = memoryview(b"")
 FSYNC = Durability.FSYNC
 NOT_WITH_IT = "the limits at that time refused this message of the batch: send it in a new batch"
 REASON_CHARS = 300
 SUBJECTS_COUNTED = 64
-"""Of each connection: 8 KB."""
+"""Limit of subjects counted per connection; they take 8 KB."""
 PRODUCE_MS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 5000)
 
 
@@ -94,7 +94,7 @@ class ProduceCounters:
     """A master's counts of its producers, for metrics; they continue from one mastership to the next."""
 
     produce_ms_counts: list[int] = field(default_factory=lambda: [0] * (len(PRODUCE_MS_BUCKETS) + 1))
-    """Batches acknowledged, by time from arrival; the last place is for those slower than every bucket."""
+    """Numbers of acknowledged batches by time since arrival; the last number is of batches slower than every bucket."""
     produce_ms_sum: int = 0
     produced_messages: int = 0
     produced_bytes: int = 0
@@ -123,7 +123,7 @@ def check_messages(batch: Buffer, count: int, message_bytes_max: int) -> list[tu
 
 
 def _is_usual(data: memoryview, begin: int, end: int) -> bool:
-    """Return for one message the verdict of `are_usual` for a batch."""
+    """Return for one message what `are_usual` returns for a batch."""
     try:
         at = begin + _SUBJECT_AT + (data[begin + 17] << 8 | data[begin + 18])
         id_bytes = data[at + 1]
@@ -182,10 +182,10 @@ def _place(message: bytes) -> str:
 
 
 def are_usual(batch: Buffer, count: int, message_bytes_max: int) -> bool:
-    """Return whether all messages are valid; False: maybe not, or they are too few to check together.
+    """Return True if all messages are valid; False if one may be invalid, or if they are too few to check together.
 
-    A usual message has its stated length, an id and tags within their limits, and is too small before its body for a
-    string that is too long. Strings and properties are not parsed: they may be no UTF-8, and end anywhere.
+    A usual message has its stated length, and an id and tags within their limits; the part before its body is too small
+    for a string that is too long. Strings and properties are not parsed: they may be no UTF-8, and end anywhere.
     """
     data_at = 4 * (count + 1)
     if np is None or not AT_ONCE_MIN <= count <= BATCH_MESSAGES_MAX or len(batch) % 8 or len(batch) <= data_at:
@@ -217,7 +217,7 @@ def _behind_string(data: Bytes, at: Ints) -> Ints:
 
 
 def _pass_tags(data: Bytes, begins: Ints, at: Ints, ends: Ints) -> bool:
-    """Move `at` behind the tags of those that have some; return whether these are within their limits."""
+    """Move `at` behind the tags of the messages that have some; return whether the tags are within their limits."""
     tagged = np.flatnonzero(data[begins] & FLAG_TAGS)
     if not tagged.size:
         return True
@@ -238,8 +238,8 @@ def _pass_tags(data: Bytes, begins: Ints, at: Ints, ends: Ints) -> bool:
 
 
 def _end_there(data: Bytes, begins: Ints, at: Ints, ends: Ints) -> bool:
-    """Return whether the properties of each message end with it, or before its body, as its four length bytes state,
-    of which two are 0.
+    """Return whether the properties of each message end where their four length bytes state: at the message's end, or
+    before its body. The first two length bytes must be 0.
     """
     if (at + 4 > ends).any() or _length(data, at).any():
         return False
@@ -260,7 +260,7 @@ class _Batch(NamedTuple):
 
 
 def _split(produce: Produce) -> tuple[memoryview, Sequence[int]]:
-    """Return the batch, and its labels, if it has some; raises InvalidRequest."""
+    """Return the batch and its labels, if any; raises InvalidRequest."""
     if not produce.flags:
         return produce.body, ()
     if produce.flags not in (FLAG_LABELLED, FLAG_LABELLED | FLAG_ORDERED):
@@ -273,10 +273,10 @@ def _split(produce: Produce) -> tuple[memoryview, Sequence[int]]:
 
 
 class Producing:
-    """Made by the master; ends with the mastership.
+    """Produce requests of one mastership. Made by the master; ends with the mastership.
 
     Args:
-        wake: called when a subject got messages.
+        wake: called with a subject that got messages.
         check_room: raises SubjectFull if a subject takes no more from producers.
         check: returns the messages of a batch that cannot be stored, from its bytes, count and largest message; raises
             InvalidRequest.
@@ -393,8 +393,8 @@ class Producing:
         self._mastership.gate.stored(stored.end, answer)
 
     def _look_inside(self, link: Link, packet: Packet, produce: Produce, stored: StoredBatch) -> None:
-        """Find the messages of a repeated batch that were stored under its number. The batch differs from the stored
-        one: rows of an outbox were deleted meanwhile, or other limits rejected other messages.
+        """Find the messages of a repeated batch that were stored under its number. The repeat differs from the stored
+        batch, because rows of an outbox were deleted meanwhile, or other limits rejected other messages.
         """
         message_log = self._mastership.log
         refs = message_log.frames(produce.subject, stored.first_sequence, 1)
@@ -426,7 +426,9 @@ class Producing:
         self._stored_before(link, packet, stored, produced)
 
     def _hold(self, link: Link, packet: Packet, size: int, end: int, body: bytes) -> None:
-        """Answer when both disks have everything before `end`; `size`: of the batch, which its client counts too."""
+        """Answer once enough disks have everything before `end`. `size` is that of the batch, which the client also
+        counts.
+        """
         mastership = self._mastership
         link.unacked_bytes += size
         packet = _without_body(packet)
@@ -445,8 +447,8 @@ class Producing:
         mastership.gate.stored(end, answer)
 
     def _check_window(self, link: Link) -> None:
-        """Reject batches beyond the window and beyond one read of the socket. Only a connection that consumes as well
-        is read on (qmq.server.overload).
+        """Reject batches beyond the window and beyond one read of the socket. They arrive only on connections that also
+        consume, which are always read (qmq.server.overload).
         """
         window = self._mastership.settings.window_bytes
         if link.unacked_bytes >= window + min(window, PacketReader.STAGING_BYTES):
@@ -454,14 +456,14 @@ class Producing:
 
 
 def _count(produced: dict[str, int], subject: str, messages: int) -> None:
-    """Count messages of a connection; of many subjects, one that began long ago gives way."""
+    """Count a connection's messages by subject; beyond `SUBJECTS_COUNTED` the oldest subject is dropped."""
     if subject not in produced and len(produced) >= SUBJECTS_COUNTED:
         del produced[next(iter(produced))]
     produced[subject] = produced.get(subject, 0) + messages
 
 
 def _ids(batch: Buffer, count: int) -> list[str | None]:
-    """Return the id of each message; None: it has no whole envelope, and is never stored."""
+    """Return the id of each message, or None for one without a whole envelope, which is never stored."""
     found: list[str | None] = []
     for message in split_batch(batch, count):
         try:
@@ -472,5 +474,5 @@ def _ids(batch: Buffer, count: int) -> list[str | None]:
 
 
 def _without_body(packet: Packet) -> Packet:
-    """The waiting answer does not need the batch; the log has it."""
+    """Return the packet without its batch, which a waiting answer does not need; the log has it."""
     return packet._replace(body=_EMPTY)

@@ -23,12 +23,13 @@ log = logging.getLogger(__name__)
 
 BEAT_S = SECOND_S
 SILENT_S = 5.0
-"""Longer than a loop stands still while it moves a copy aside or compares a segment; shorter than `slave_lag_ms_max`
-takes to end a link."""
+"""Longer than a loop is blocked while it moves a copy aside or compares a segment. Shorter than the time in which
+`slave_lag_ms_max` ends a link.
+"""
 
 
 class Pulse:
-    """Of one end of a connection. Made when that is let in, by the loop; ends with it."""
+    """Heartbeats of one end of a connection. Made on the loop after its login; ends with the connection."""
 
     def __init__(self, node: Node[Any], connection: Connection, now_ms: Callable[[], int]) -> None:
         self._node = node

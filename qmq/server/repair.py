@@ -1,4 +1,4 @@
-"""Shell. Repair of a damaged log from another copy; until then this broker is no master, or readonly (P6)."""
+"""Shell. Repair of a damaged log from another copy. Until it ends, this broker is not promoted, or is readonly (P6)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from qmq.types import Endpoint
 log = logging.getLogger(__name__)
 
 SILENT_S = 60.0
-"""A copy that sends no frames for so long is asked anew. Not how long all may take: a segment that is gone is a GiB."""
+"""Time without frames after which the request is repeated. The whole answer may take longer: a missing segment is 1
+GiB.
+"""
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -73,7 +75,7 @@ async def _repair(service: Service[Any], settings: CopySettings, damage: Damage,
 
 
 async def _describe(peer: Address, metadata: Metadata) -> Any | None:
-    """Return the extent of a copy's log; None: no answer."""
+    """Return the extent of a copy's log, or None without an answer."""
     try:
         async with _channel(peer) as channel:
             return await BrokerStub(channel).DescribeLog(pb.Nothing(), metadata=metadata, timeout=5)
@@ -82,7 +84,7 @@ async def _describe(peer: Address, metadata: Metadata) -> Any | None:
 
 
 async def _fetch(peer: Address, metadata: Metadata, begin: int, end: int) -> tuple[int, bytes]:
-    """Return the frames that begin in [begin, end), and where the first one does; `end` if there are none."""
+    """Return the offset of the first frame that begins in [begin, end), or `end`, and the bytes of all such frames."""
     async with _channel(peer) as channel:
         request, loop = pb.ReadLogRequest(begin=begin, end=end, for_repair=True), asyncio.get_running_loop()
         chunks: list[pb.LogChunk] = []

@@ -1,12 +1,12 @@
 """Shell. Main loop of a broker or delay server: reads its settings, recovers its log, serves until it is stopped.
 
-It starts on a full disk, too, so that consumers continue:
+The process starts on a full disk, too, so that consumers continue:
 
-    data/reserve   `RESERVE_BYTES` of held space
+    data/reserve   file of `RESERVE_BYTES` that reserves space
 
-A start writes the new epoch, and consumers write their progress. Without space for that the reserve is deleted. It is
-made again when there is space for it above the limit. Without space or reserve the process waits: restarts would not
-help.
+A start writes the new epoch, and consumers write their progress. Without space for that, the reserve is deleted. It is
+made again when there is space for it above the limit. Without space and reserve the process waits, because restarts
+would not help.
 """
 
 from __future__ import annotations
@@ -33,9 +33,13 @@ log = logging.getLogger(__name__)
 RESERVE = "reserve"
 RESERVE_BYTES = 8 << 20
 DISK_FLOOR_BYTES = 32 << 20
-"""Below it the group is readonly, even if `disk_free_limit` is less: a disk writes this much in a tenth of a second."""
+"""Free space below which the group is readonly, even if `disk_free_limit` is less: a disk writes this much in a tenth
+of a second.
+"""
 NEEDED_BYTES = 2 << 20
-"""Of epoch, snapshot of a small installation, and a torn tail. More is rare, and ends the process as any full disk."""
+"""Space for the epoch, the snapshot of a small installation, and a torn tail. A start that needs more is rare, and ends
+the process as any full disk does.
+"""
 LOOK_S = 1.0
 
 S = TypeVar("S", bound=CopySettings)
@@ -45,7 +49,7 @@ Tasks = list[Coroutine[None, None, None]]
 """Tasks of a process; none of them ends by itself."""
 
 Build = Callable[[S, MessageLog, RealDisk, IdentityFile], Tasks]
-"""Called on the loop, once the log is recovered."""
+"""Function that makes a process's tasks; called on the loop, once the log is recovered."""
 
 
 def run(name: str, settings_type: type[S], prefix: str, description: str, build: Build[S]) -> int:
@@ -79,7 +83,7 @@ async def serve(settings: S, build: Build[S], instance: str, stop: asyncio.Event
     identity = IdentityFile(disk, new_incarnation=secrets.token_hex(8), instance=instance)
     parts = build(settings, message_log, disk, identity)
     gc.collect()
-    gc.freeze()  # imports and what they built stay for good; each look at them costs 30 ms
+    gc.freeze()  # imported modules stay for good; each collection that visits them costs 30 ms
     tasks: list[asyncio.Future[None]] = [asyncio.ensure_future(task) for task in parts]
     tasks += [asyncio.ensure_future(_wait(stop)), asyncio.ensure_future(collect_by_the_clock())]
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -93,11 +97,11 @@ async def serve(settings: S, build: Build[S], instance: str, stop: asyncio.Event
 
 
 async def wait_for_room(disk: RealDisk) -> None:
-    """Return when a process can start on this disk."""
+    """Wait until a process can start on this disk."""
     while disk.free_bytes() < NEEDED_BYTES and disk.sweep():
         pass
     if disk.free_bytes() < NEEDED_BYTES and disk.has(RESERVE):
-        disk.truncate(RESERVE, 0)  # a large file that is removed is freed in pieces, later
+        disk.truncate(RESERVE, 0)  # now, because the disk frees a removed large file later, in pieces
         disk.remove(RESERVE)
         log.error("disk full: the reserve of %d bytes is released; the group is readonly, make room", RESERVE_BYTES)
     if disk.free_bytes() < NEEDED_BYTES:

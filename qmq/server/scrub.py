@@ -2,12 +2,12 @@
 
 Each segment is read at least every `scrub_hours`, the longest unread first, with at most `scrub_bytes_per_s`. Its file
 is opened by name: an open descriptor of an unlinked or exchanged file would still show the old content. Damage is
-handled as any other (qmq.server.repair): readonly on a master, fetched from the other copy, the old bytes kept. Times
-of reads are not stored; a new process begins with the oldest segment. The segment that is written is not read, but its
-file's name is checked once a second.
+handled as any other (qmq.server.repair): a master is readonly, the bytes are fetched from the other copy, and the old
+bytes are kept. Times of reads are not stored; a new process begins with the oldest segment. The newest segment, which
+is still written, is not read, but its file's name is checked once a second.
 
-The snapshot behind each segment is checked as well, and made again from that segment and the snapshot before it. Once
-the segment is deleted this is impossible, and a copy without a whole snapshot is lost at a restart.
+The snapshot behind each segment is checked as well. A damaged one is made again from the segment and the snapshot
+before it. Once the segment is deleted this is impossible, and a copy without a whole snapshot is lost at a restart.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 PIECE_BYTES = 1 << 20
 LOST_SNAPSHOT = "the snapshot of the state there is damaged, or gone"
 LOOK_S = 1.0
-"""How often it looks whether a segment is due, and at the name of the newest one."""
+"""Interval of the checks whether a segment is due, and of the newest file's name."""
 
 
 class Scrub:
-    """Made by main; `run` returns when it is cancelled."""
+    """Scrub of one copy's log. Made by main; `run` returns when it is cancelled."""
 
     def __init__(self, service: Service[Any], settings: CopySettings) -> None:
         self._service = service
@@ -43,9 +43,9 @@ class Scrub:
         self._began_s = self._loop.time()
         self._verified_s: dict[int, float] = {}
         self._older = set(self._log.bases[:-1])
-        """Segments written by earlier processes, not read since this one began."""
+        """Segments written by earlier processes that this process has not read yet."""
         self._looked_s = self._began_s
-        """When the snapshot of an only segment was looked at; the start has read it."""
+        """Time of the last check of the snapshot, while there is only one segment; the start has read it."""
         self.bytes = self._lost_snapshots = self._seen = 0
         self._found_s: float | None = None
         service.scrub = self
@@ -86,18 +86,18 @@ class Scrub:
 
     @property
     def findings(self) -> int:
-        """Number of damages since the start, whether this, another reader or a recovery found them."""
+        """Number of damages since the start, found by the scrub, another reader or the recovery."""
         return self._lost_snapshots + self._log.damages
 
     @property
     def last_finding_s(self) -> float | None:
-        """Time since damage was last noticed; None: none in this process."""
+        """Time since damage was last found, or None if this process has found none."""
         if self.findings != self._seen:
             self._seen, self._found_s = self.findings, self._loop.time()
         return None if self._found_s is None else self._loop.time() - self._found_s
 
     def _note_segments(self) -> None:
-        """Segments written by this process count as read when they are closed; older ones as read before it began."""
+        """Add closed segments. Those of this process count as read when they are closed, older ones when it began."""
         closed, now_s = self._log.bases[:-1], self._loop.time()
         known = self._verified_s
         self._verified_s = {base: known.get(base, self._began_s if base in self._older else now_s) for base in closed}
@@ -138,11 +138,11 @@ class Scrub:
         self._verified_s[base] = self._loop.time()
 
     async def _renew_snapshot(self, base: int) -> None:
-        """Make the snapshot behind the segment at `base`, which is whole, again if that is damaged."""
+        """Make the snapshot behind the whole segment at `base` again, if the snapshot is damaged."""
         try:
             found = await asyncio.to_thread(self._log.stored.state_before_lost_snapshot, base)
             if found is None or self._service.disk_free_bytes < self._service.disk_free_limit:
-                return  # a snapshot may be large, and a disk that is full ends the process: next time
+                return  # next time: a snapshot may be large, and a full disk would end the process
             state, end = found
             self._note_snapshot(end)
             while state.end < end:

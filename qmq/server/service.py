@@ -1,8 +1,8 @@
-"""Shell. The process around a broker's core: sockets, threads of the disk, timers. It holds no rule of the protocol.
+"""Shell. Process around a broker's core: sockets, threads of the disk, timers. It holds no rule of the protocol.
 
-One event loop owns all state. Fast fsyncs run on it, in the turn after packets have left: the slave works meanwhile,
-and a lone message saves two thread hops (measured: 0.09 ms of 0.25). Others run on one thread: while it waits for the
-disk, the loop gathers the next commit.
+One event loop owns all state. Fast fsyncs run on it, in the pass after packets have left: the slave works meanwhile,
+and a lone message saves two thread hops (measured: 0.09 ms of 0.25). Slow fsyncs run on one thread: while it waits for
+the disk, the loop gathers the next commit.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ M = TypeVar("M", bound=Master)
 
 TICK_S = 0.1
 INLINE_COMMIT_BYTES = 64 * 1024
-"""A larger commit always goes to the thread: its writing would block the loop, whatever its fsync costs. So does one
-that begins or deletes a segment, which takes ten fsyncs.
+"""A larger commit always goes to the thread, because its writes would block the loop, however fast the fsync is. So
+does a commit that begins or deletes a segment, which takes ten fsyncs.
 """
 LOGGED_MAX = 1000
 LOGGED_CHARS = 500
-"""Remembered mistakes of clients, so that each is logged once; maximum of the logged text."""
+"""Limits: remembered mistakes of clients, each of which is logged once; characters of a logged mistake."""
 RECONNECTS_S = (0.02, 0.05, 0.1, 0.2)
 """Waits of a slave before it reconnects, by attempts since its role changed: the new master of a failover begins some
-milliseconds after its slaves, and accepts nothing before one of them has matched.
+milliseconds after its slaves, and accepts no message before one of them has matched.
 """
 LOST_MS = 2000
-"""A slave without a packet for this time, two beats at least, reports its master as lost."""
+"""A slave that receives no packet for this time, at least two beats, reports its master as lost."""
 RELEASE_S = 1.0
-"""While memory is short, free memory goes back to the system this often."""
+"""Interval in which free memory is returned to the system while memory is short."""
 BLOCKED_READ_MAX = 32
 """Blocked connections read per tick: each request is rejected in the end, and no kernel gives up a connection whose
 peer is full.
@@ -79,16 +79,16 @@ peer is full.
 HOUSE_S, HOUSE_SOON_S = 10.0, 1.0
 """Intervals of retention's checks; the second while the disk is full, or something is to be deleted."""
 DELETE_S = 0.1
-"""Between two looks whether a segment is deleted, and the next one may be: others' commits come in between."""
+"""Interval of the checks whether a segment is deleted and the next one may be. Other commits run in between."""
 
 SYNC_COMMANDS = frozenset({Command.HELLO, Command.FRAMES, Command.CONFIRM, Command.SNAPSHOT, Command.BEAT})
 
 
 class Service(Generic[M]):
-    """Runs one process of a group. Made by main; `run` returns when it is cancelled.
+    """One process of a group. Made by main; `run` returns when it is cancelled.
 
-    `commands` are those of clients; `promote` makes the master of a new mastership; `shelves` are disks in folders of
-    their own below `disk`.
+    `commands` are the commands of clients; `promote` makes the master of a new mastership; `shelves` are disks in
+    folders of their own below `disk`.
     """
 
     def __init__(
@@ -124,12 +124,12 @@ class Service(Generic[M]):
             Port(SYNC_COMMANDS, settings.sync_port, self.bounds.sync),
         )
         self.acceptors: dict[Acceptor, None] = {}
-        """Of clients; of those that are blocked, the one read longest ago comes first."""
+        """Connections of clients. Of the blocked ones, the one read longest ago comes first."""
         self.memory_alarm = MemoryAlarm(int(settings.memory_limit * memory.ram_bytes()))
         self.memory_bytes = 0
         self.limits = LimitsReached()
         self.stops = dict.fromkeys(ConnectionState, 0)
-        """How often connections came into each state."""
+        """How often connections entered each state."""
         self.shares = Shares[Acceptor]()
         self.scrub: Scrub | None = None
         self.disk_free_limit = max(settings.disk_free_limit, DISK_FLOOR_BYTES)
@@ -192,7 +192,7 @@ class Service(Generic[M]):
         os._exit(70)
 
     def log_once(self, peer: str, error: QmqError) -> None:
-        """Log a client's mistake once: it may repeat it a thousand times a second."""
+        """Log a client's mistake once, because the client may repeat it a thousand times a second."""
         text = str(error)[:LOGGED_CHARS]
         if self._is_news(text):
             log.warning("request refused peer=%s: %s", peer, text)
@@ -206,9 +206,9 @@ class Service(Generic[M]):
         return True
 
     def limit_reached(self, setting: str, peer: str, text: str, subject: str = "") -> None:
-        """Report the setting that stopped or rejected a client: in metrics, in Doctor, and in the log once per `text`
-        and when it begins anew. An operator's limit, whose text counts waiting messages, is logged only when it begins
-        anew.
+        """Report a setting that stopped or rejected a client, in metrics and in Doctor. The log gets it once per `text`
+        and whenever it begins anew. An operator's limit is logged only when it begins anew, because its text counts
+        waiting messages and so is always new.
         """
         begins = self.limits.reached(setting, self.monotonic_ms(), subject)
         if (not subject and self._is_news(text)) or begins:
@@ -220,8 +220,8 @@ class Service(Generic[M]):
         self._run_guarded(call)
 
     def _run_guarded(self, call: Callable[[], None]) -> None:
-        """Call the core. Fatal and unexpected errors end the process: better none than one that does half of its work.
-        Other errors of ours pass to the caller.
+        """Call the core. Fatal and unexpected errors end the process, because no process is better than one that does
+        half of its work. Other QmqErrors pass to the caller.
         """
         try:
             call()
@@ -262,7 +262,7 @@ class Service(Generic[M]):
         self._pass_is_due = False
         try:
             self.node.end_of_pass()
-        except Exception as error:  # a turn that breaks off would leave its commit behind, and every one after it
+        except Exception as error:  # a pass that breaks off would never write its commit, nor any later one
             self.fail(error)
 
     def commit(self, commit: Commit) -> None:
@@ -325,7 +325,7 @@ class Service(Generic[M]):
         return slave is not None and slave.has_matched and (heard_ms_ago is None or heard_ms_ago >= LOST_MS)
 
     def master_heard_ms_ago(self) -> int | None:
-        """Age of the master's last packet in ms; None: there is no link."""
+        """Age of the master's last packet in ms, or None without a link."""
         link = self._master_link
         return int((self._loop.time() - self._master_heard_at) * 1000) if link is not None and link.is_open else None
 
@@ -336,17 +336,18 @@ class Service(Generic[M]):
     # Tasks.
 
     async def repeat(self, call: Callable[[], None], every_s: float, quiet_ms: Callable[[], int]) -> None:
-        """Call into the core every `every_s`; as long as nothing is due there for `quiet_ms`, once a second, and soon
-        after something happens."""
+        """Call into the core every `every_s`; once a second while `quiet_ms` returns a longer time, and soon after
+        something happens.
+        """
         while True:
-            await asyncio.sleep(0)  # a pass carries out the call's request, and may leave work
+            await asyncio.sleep(0)  # lets a pass carry out the call's request, which may leave work
             quiet_s = 0.0 if self._pass_is_due else quiet_ms() / 1000
             if quiet_s <= every_s or await self._doze(quiet_s):
                 await asyncio.sleep(every_s)
             self._run_guarded(call)
 
     async def _doze(self, seconds: float) -> bool:
-        """Wait until the next whole second, and no longer than `seconds`; return whether something happened before."""
+        """Wait until the next whole second, at most `seconds`; return whether something happened before."""
         stirred: asyncio.Future[bool] = self._loop.create_future()
         timer = self._loop.call_later(min(seconds, until_next_second(self._loop.time())), _wake, stirred)
         self._dozing.append(stirred)
@@ -363,7 +364,7 @@ class Service(Generic[M]):
                 stirred.set_result(True)
 
     def _quiet_ms(self) -> int:
-        """Return the time without a needed tick, unless something happens."""
+        """Return the time for which no tick is needed, unless something happens."""
         return 0 if self.memory_alarm.is_on or self._disk_watch.is_near else self.node.quiet_ms()
 
     def _tick(self) -> None:
@@ -410,7 +411,7 @@ class Service(Generic[M]):
             self._read_threads.submit(memory.release)
 
     async def _follow_master(self) -> None:
-        """While this is a slave: keep one connection to the master's sync port."""
+        """Keep one connection to the master's sync port while this process is a slave."""
         attempts = 0
         while True:
             if self._role_changed.is_set():
@@ -453,7 +454,7 @@ class Service(Generic[M]):
             task.cancel()
 
     async def _keep_house(self) -> None:
-        """Retention, as long as the process lives."""
+        """Delete old segments and clean the quarantine, until cancelled."""
         while True:
             self.guarded(partial(keep_reserve, self._disk, self.disk_free_limit))
             self.guarded(self._look_after_log)
@@ -463,7 +464,7 @@ class Service(Generic[M]):
             await asyncio.sleep(DELETE_S if self.node.log.is_deleting else pause_s)
 
     async def _sweep(self, disk: RealDisk) -> None:
-        """Free the removed files there, in pieces that block no other work; at full speed while the disk is full."""
+        """Free a disk's removed files, in pieces that block no other work; at full speed while the disk is full."""
         while True:
             swept: asyncio.Future[bool] = self._loop.create_future()
             self.read(disk.sweep, partial(_swept, swept))
@@ -485,11 +486,11 @@ class Service(Generic[M]):
         self.quarantine.look(message_log.end - message_log.start, is_disk_short=is_short)
 
     def _delete_oldest(self) -> None:
-        """Begin to delete the oldest segment, if it may go and the one before is gone. A commit that deletes one takes
-        ten fsyncs; with a hundred, acknowledgements would wait for seconds.
+        """Begin to delete the oldest segment, if it may go and the deletion before has ended. The commit of one
+        deletion takes ten fsyncs; a hundred at once would delay acknowledgements for seconds.
         """
         node = self.node
-        if self.log_holders and not self._disk_watch.is_full:  # a hanging audit makes no group readonly
+        if self.log_holders and not self._disk_watch.is_full:  # an audit that hangs keeps no disk full
             return
         if not node.log.is_deleting and node.oldest_may_go(self._keeper, self.reader_positions.values()):
             log.info("segment deleted group=%s base=%d", node.group, node.log.bases[0])
@@ -502,10 +503,12 @@ def _is_small(commit: Commit) -> bool:
 
 
 def _swept(swept: asyncio.Future[bool], result: bool | LogError) -> None:
-    """Raises DiskFailed: otherwise it would be tried again and again, without a report."""
+    """Pass on the result of a sweep. Raises DiskFailed, because otherwise the sweep would be repeated forever without a
+    report.
+    """
     if isinstance(result, LogError):
         raise result
-    if not swept.done():  # a process that stops waits for no piece
+    if not swept.done():  # false when the process stops and has cancelled the wait
         swept.set_result(result)
 
 
@@ -520,7 +523,7 @@ def _wake(stirred: asyncio.Future[bool]) -> None:
 
 
 class _MasterLink:
-    """The slave's connection to its master."""
+    """Connection of a slave to its master."""
 
     def __init__(self, service: Service[Any]) -> None:
         self._service = service
@@ -528,7 +531,9 @@ class _MasterLink:
         self._pulse: Pulse | None = None
 
     def pulse_of(self, connection: Connection) -> Pulse:
-        """Made by the first packet: the first beat is often read together with the answer to our login."""
+        """Return the connection's heartbeats, made by the first packet: the first beat is often read together with the
+        answer to the login.
+        """
         if self._pulse is None:
             self._pulse = Pulse(self._service.node, connection, self._service.now_ms)
         return self._pulse
