@@ -17,7 +17,7 @@ from qmq.replication.identity import Point
 from qmq.types import Epoch
 
 Answer = Callable[[QmqError | None], None]
-"""Called once: with None when it is safe, with an error when this mastership cannot find out any more."""
+"""Callback, called once: with None when the frames are safe, or with an error if this mastership ends before."""
 
 
 class _Progress(NamedTuple):
@@ -28,10 +28,11 @@ class _Progress(NamedTuple):
 
 @dataclass(slots=True)
 class AckGate:
-    """Answers of a master that wait until `min_copies` disks, its own among them, have their frames.
+    """Answers of a master that wait until `min_copies` disks, the master's included, have their frames.
 
     `too_few_in_sync` is true while fewer copies are in sync. Then no new message is acknowledged (P3). Progress on
-    messages below the high watermark is answered as soon as our own disk has it, and the answer is marked so.
+    messages below the high watermark is then answered as soon as the master's own disk has it, and the answer is marked
+    so.
     """
 
     epoch: Epoch
@@ -43,23 +44,23 @@ class AckGate:
     that lacks them may still be promoted (Raft, figure 8).
     """
     flushed_end: int = 0
-    """fsynced here"""
+    """Offset below which the master's own disk has every frame."""
     matched_end: int = 0
-    """fsynced on enough slaves, with chains equal to ours; 0: too few slaves"""
+    """Offset below which enough slaves fsynced all frames, with the master's chain there; 0 with too few slaves."""
     flushed_chain: int | None = None
-    """None: a write is under way, and the chain at its begin is not known."""
+    """Chain at `flushed_end`; None at first if the mastership begins while a write is under way."""
     matched_chain: int = 0
     high_chain: int | None = None
-    """The log's chain at the high watermark; None: not raised yet in this mastership."""
+    """Chain at the high watermark, or None if this mastership has not raised it yet."""
     too_few_in_sync: bool = True
     _matched: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Slave -> its matched end, and the chain there; only slaves in sync."""
+    """Slave in sync -> its matched end and the chain there."""
     _stored: deque[tuple[int, Answer]] = field(default_factory=deque)
     _progress: deque[_Progress] = field(default_factory=deque)
 
     def stored(self, end: int, answer: Answer) -> None:
-        """Call `answer` when enough disks have all before `end`, which may lie before that of earlier waiters."""
-        if end <= self.high_watermark:  # an unbounded wait for a slave would hold them up
+        """Call `answer` when enough disks have all before `end`, which may be below the ends of earlier calls."""
+        if end <= self.high_watermark:  # earlier calls may wait for a slave without limit
             answer(None)
             return
         self._stored.append((end, answer))
@@ -67,7 +68,7 @@ class AckGate:
     def progress(self, end: int, data_end: int, answer: Answer) -> None:
         """Call `answer` when the progress frame before `end` and the messages before `data_end` are safe."""
         waiting = _Progress(max(end, self._progress[-1].end) if self._progress else end, data_end, answer)
-        if self._is_safe(waiting):  # later frames need not state the watermark, and may not come
+        if self._is_safe(waiting):  # at once: no later frame may come to call it
             answer(None)
             return
         self._progress.append(waiting)
@@ -78,14 +79,14 @@ class AckGate:
         return self.too_few_in_sync and waiting.end <= self.flushed_end and waiting.data_end <= self.high_watermark
 
     def flushed(self, end: int, chain: int) -> None:
-        """Record our fsync of everything before `end`, where our chain is `chain`."""
+        """Record the master's fsync of everything before `end`, where its chain is `chain`."""
         if end >= self.flushed_end:
             self.flushed_end = end
             self.flushed_chain = chain
         self._release()
 
     def confirmed(self, end: int, chain: int, slave: str = "") -> None:
-        """Record a slave's fsync; the caller checked epoch and chain (qmq.replication.follower)."""
+        """Record a slave's fsync; the caller has checked epoch and chain (qmq.replication.follower)."""
         if end >= self._matched[slave][0]:
             self._matched[slave] = end, chain
         self._rank()
@@ -96,12 +97,14 @@ class AckGate:
         self._rank()
 
     def slave_matched(self, end: int, chain: int, slave: str = "") -> None:
-        """Record that a slave's log equals ours up to `end`, where it ends."""
+        """Record that a slave's log equals the master's up to `end`, and count the slave from now on."""
         self._matched[slave] = end, chain
         self._rank()
 
     def _rank(self) -> None:
-        """Matched ends, highest first: enough copies match at that of the last slave needed."""
+        """Compute `matched_end`: with the slaves sorted by matched end, highest first, it is that of the last slave
+        needed.
+        """
         needed = self.min_copies - 1
         self.too_few_in_sync = len(self._matched) < needed
         if self.too_few_in_sync:
@@ -111,12 +114,12 @@ class AckGate:
         self._release()
 
     def begins(self, high_watermark: int) -> None:
-        """Begin the mastership: frames restored by slaves may state a higher watermark than our own disk did."""
+        """Begin the mastership. Frames restored by slaves may state a higher watermark than the master's disk."""
         self.high_watermark = max(self.high_watermark, high_watermark)
 
     @property
     def point(self) -> Point | None:
-        """The acknowledged point; None: this mastership has acknowledged nothing yet."""
+        """The acknowledged point, or None if this mastership has acknowledged nothing yet."""
         return None if self.high_chain is None else Point(self.epoch, self.high_watermark, self.high_chain)
 
     @property

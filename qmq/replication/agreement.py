@@ -12,10 +12,12 @@
         wait     the slave would have to be filled, and an operator has to allow that: nothing is sent for now
 
 Equal (epoch, offset) means equal bytes, so the epoch tables show where the logs part; chains prove it. A disk that was
-put back forgets epochs, too, and may use one twice: the chain behind its first frame shows that.
+restored to an older state also forgets epochs, and its broker may use one twice. The chain behind the epoch's first
+frame shows that.
 
-Where the logs part, the copy yields whose frames there no other copy confirmed. Either the slave cuts. Or the master,
-which wrote alone, takes back the slave's frames (`Yield`). If both confirmed theirs, neither yields: `Diverged`.
+Where the logs part, the copy whose frames no other copy confirmed cuts them. This is the slave, or the master if it
+wrote alone; the master then restores the slave's frames (`Yield`). If both copies confirmed theirs, neither cuts:
+`Diverged`.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class EpochProof(NamedTuple):
 
 
 EPOCHS_PROVEN = 8
-"""Epochs that a copy that was put back may have used again before it meets the other one."""
+"""Number of newest epochs with a proof: so many may be used twice after a disk was restored to an older state, before
+the copies connect again.
+"""
 
 
 def proofs_of(log: MessageLog) -> list[EpochProof]:
@@ -70,44 +74,44 @@ class Hello:
     end: int
     chain: int
     assigned_term: int = 0
-    """Term of the metaserver's row that made it a slave. The master counts only slaves of its own row."""
+    """Term of the metaserver's row that made the sender a slave. A master counts only slaves of its own row."""
     proofs: list[EpochProof] = field(default_factory=list)
-    """Proofs of the newest epochs of its table."""
+    """Proofs of the newest epochs of `epochs`."""
     kept_end: int = 0
     """The slave keeps everything before this offset, because it confirmed it (`PointFile.keeps`)."""
     point: Point | None = None
     owner: str = ""
     """hostname:serve_port of the copy's broker; empty from older versions."""
     fill_id: str = ""
-    """Id of the filling that it is in or that comes next; empty from versions without `wait`."""
+    """Id of the slave's present or next filling; empty from versions without `wait`."""
     is_whole: bool = False
-    """Whether it once had all frames of its master."""
+    """Whether the slave once had all frames of its master."""
     instance: str = ""
-    """Id of its data directory at its place: a copy of the directory has another one. Empty from older versions."""
+    """Id of the slave's data directory at its place; a copy of it has another id. Empty from older versions."""
     frame_bytes_max: int = OLDER_FRAME_BYTES_MAX
-    """Longest body of a frame that it reads; absent from older versions."""
+    """Longest body of a frame that the slave reads; older versions do not send it."""
 
     @property
     def would_be_filled(self) -> bool:
-        """Whether it receives its missing part as a filling, not only to catch up."""
+        """Whether the slave receives its missing part as a filling, not only to catch up."""
         return bool(self.fill_id) and not (self.is_whole and self.end)
 
     def has(self, point: Point) -> bool:
-        """Whether its log has an acknowledged point, by its epoch table: a point ends a frame of its own epoch. Frames
-        deleted by retention count as present.
+        """Return whether the slave's log has an acknowledged point. A point ends a frame of its own epoch, so the epoch
+        table shows it. Frames deleted by retention count as present.
         """
         epochs = [entry.epoch for entry in self.epochs if entry.offset < point.end]
         return point.end <= self.start or (point.end <= self.end and epochs[-1:] == [point.epoch])
 
     def is_ahead_of(self, epoch: Epoch) -> bool:
-        """Whether it has frames newer than `epoch`, the newest epoch of another log. Frames that only that log has were
-        never acknowledged then: the master of the newer epoch would have had them.
+        """Return whether the slave has frames newer than `epoch`, the newest epoch of another log. Then frames that
+        only the other log has were never acknowledged: the master of the newer epoch would have had them.
         """
         return self.newest_epoch > epoch
 
     @property
     def newest_epoch(self) -> Epoch:
-        """Newest epoch of its frames; the zero epoch without frames."""
+        """Newest epoch of the slave's frames; the zero epoch without frames."""
         return self.epochs[-1].epoch if self.epochs else NO_EPOCH
 
     def encode(self) -> bytes:
@@ -210,7 +214,7 @@ class Agreement:
     offset: int
     chain: int
     master_end: int
-    """End of the master's log: a copy that reached it once has everything that was acknowledged."""
+    """End of the master's log. A slave that reaches it has everything that was acknowledged before."""
     point: Point | None = None
     master_start: int | None = None
     """Begin of the master's log; None from older versions."""
@@ -245,7 +249,9 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Yield:
-    """The master cuts its frames from `offset` on, begins again, and takes back the slave's frames, if it may."""
+    """Decision that the master cuts its frames from `offset` on, begins again, and restores the slave's frames, if it
+    may.
+    """
 
     offset: int
 
@@ -253,17 +259,17 @@ class Yield:
 def agree(
     hello: Hello, log: MessageLog, epoch: Epoch, *, has_begun: bool, point: Point | None = None
 ) -> Agreement | Yield:
-    """Decide, as master of `epoch`, the action of a slave with this `hello`, or that the master yields.
+    """Return the action that the master of `epoch` decides for a slave with this `hello`, or that the master yields.
 
     Args:
-        has_begun: whether this master has written its epoch frame. Before that it takes back frames that it lost.
+        has_begun: whether this master has written its epoch frame. Before that it restores frames that it lost.
         point: newest acknowledged point that this copy remembers.
 
     Raises:
-        Fenced: the slave has a newer epoch, or ours from an earlier life of this disk. Acknowledge nothing more in
-            this epoch.
-        CorruptFrame: our own copy is damaged at the place to compare.
-        Diverged: equal epochs with different bytes. A person has to look; nothing was changed.
+        Fenced: the slave has a newer epoch, or has frames of `epoch` from before this disk was restored to an older
+            state. Acknowledge nothing more in this epoch.
+        CorruptFrame: the master's own copy is damaged at the place to compare.
+        Diverged: equal epochs have different bytes. An operator must decide; nothing was changed.
     """
     was_used = not has_begun and bool(hello.epochs) and hello.epochs[-1].epoch >= epoch
     if hello.known > epoch or was_used:
@@ -283,7 +289,9 @@ def agree(
 
 
 def _last_common(hello: Hello, log: MessageLog) -> tuple[int, int, bool]:
-    """Return the last point up to which the epoch tables agree, the chain there, and whether that chain is our own."""
+    """Return the last offset up to which the epoch tables agree, the chain there, and whether that chain is the
+    master's.
+    """
     ours, theirs = log.state.epochs, hello.epochs
     proofs = {proof.offset: proof for proof in hello.proofs}
     common = 0
@@ -299,5 +307,5 @@ def _last_common(hello: Hello, log: MessageLog) -> tuple[int, int, bool]:
 
 
 def _was_used_twice(theirs: EpochProof | None, log: MessageLog) -> bool:
-    """Whether two epochs begin at one place of one history in two masterships."""
+    """Return whether two masterships used one epoch at the same offset: their first frames differ."""
     return theirs is not None and _proof_at(theirs.offset, log) not in (None, theirs)

@@ -27,11 +27,12 @@ class FillOrder:
 
 @dataclass(frozen=True, slots=True)
 class FillOrders:
-    """Which slaves of a group may be filled: all of them, or those that an operator named. Made from each assignment.
+    """Slaves of a group that may be filled: all, or those that an operator named. Made from each assignment.
 
-    A slave's copy has to be *filled* if it is empty, was never whole, or ends before the master's oldest segment. One
-    that continues where its log ends only catches up. A filling has an id, `incarnation/n`: n fillings of that data
-    directory ended before it. So an order about one filling has no effect on the next one and need not be taken back.
+    A slave's copy has to be *filled* if it is empty, was never whole, or ends before the master's oldest segment. A
+    slave that continues where its log ends only catches up. A filling has an id, `incarnation/n`, where n counts the
+    earlier fillings of that data directory. So an order about one filling has no effect on the next and need not be
+    revoked.
     """
 
     mode: SyncMode = SyncMode.AUTOMATIC
@@ -39,7 +40,7 @@ class FillOrders:
 
     @classmethod
     def of(cls, mode: str, orders: Iterable[tuple[str, bool]]) -> FillOrders:
-        """A mode of a later version fills nothing by itself."""
+        """Return the orders of an assignment. An unknown mode, of a later version, fills nothing by itself."""
         is_automatic = mode in ("", SyncMode.AUTOMATIC)
         return cls(
             SyncMode.AUTOMATIC if is_automatic else SyncMode.MANUAL,
@@ -77,7 +78,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Roles in `group` as of `term`. The newest one is remembered for a start without the metaserver."""
+    """Roles in `group` as of `term`. The newest assignment is stored for a start without the metaserver."""
 
     group: str
     term: int
@@ -95,7 +96,7 @@ class Assignment:
     """(id of a filling, whether an operator allows it)."""
     awaited: tuple[str, ...] = ()
     """`hostname:serve_port` of slaves that were in sync at the last report: a restarted master waits for them. Not
-    remembered: only the metaserver's answer counts.
+    stored: only the metaserver's answer counts.
     """
 
     @property
@@ -111,7 +112,7 @@ class Assignment:
 
     @property
     def may_be_behind(self) -> bool:
-        """Whether messages may be acknowledged without this copy: then missing them proves nothing."""
+        """Whether messages may be acknowledged without this copy. Then a missing message is no sign of a lost one."""
         return self.role == Role.SLAVE and 1 + len(self.slaves) > self.min_copies
 
     def meets_as(self, other: Assignment) -> bool:

@@ -1,7 +1,7 @@
 """Core. Clocks that take part in a decision: this machine's, the other copies', the metaserver's; and the due clock.
 
-Heartbeats carry the sender's time. A reading advances by our monotonic clock, so a jump of any wall clock shows at
-once. It counts for `READING_MS_MAX`. Ignore readings of clocks that stopped reporting.
+Heartbeats carry the sender's time. A reading advances by this machine's monotonic clock, so a jump of any wall clock
+shows at once. It counts for `READING_MS_MAX`. Ignore readings of clocks that stopped reporting.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Clocks:
         self._readings: dict[str, _Reading] = {}
 
     def record(self, clock: str, wall_ms: int, *, monotonic_ms: int) -> None:
-        """Record a clock's reading of now."""
+        """Record a clock's present reading."""
         self._readings[clock] = _Reading(wall_ms, monotonic_ms)
 
     def ahead_ms(self, *, now_ms: int, monotonic_ms: int) -> dict[str, int]:
-        """Return how far our clock, at `now_ms`, is ahead of each clock with a recent reading."""
+        """Return how far this machine's clock, at `now_ms`, is ahead of each clock with a recent reading."""
         return {
             clock: now_ms - reading.wall_ms - (monotonic_ms - reading.monotonic_ms)
             for clock, reading in self._readings.items()
@@ -42,10 +42,10 @@ class Clocks:
         }
 
     def off_s(self, ahead_ms: dict[str, int]) -> int:
-        """Return the whole seconds by which our clock is ahead of all others; negative: behind all.
+        """Return the whole seconds by which this machine's clock is ahead of all others; negative if it is behind all.
 
-        The difference is that to the nearest clock. 0: the nearest agrees, or some are ahead and some behind, or the
-        metaserver or all copies are missing as witnesses.
+        The difference is that to the nearest clock. It is 0 if the nearest agrees, if some are ahead and some behind,
+        or without a reading of the metaserver or of any copy.
         """
         ahead = ahead_ms.values()
         if METASERVER not in ahead_ms or len(ahead) < 2 or min(ahead) < 0 < max(ahead):
@@ -53,7 +53,7 @@ class Clocks:
         return max(-OFF_S_MAX, min(int(min(ahead, key=abs) / 1000), OFF_S_MAX))
 
     def disagreement(self, ahead_ms: dict[str, int]) -> str:
-        """Return the clocks with too large a difference, as text; empty: none."""
+        """Return the clocks with too large a difference, as text; empty if there are none."""
         far = {clock: ms for clock, ms in ahead_ms.items() if abs(ms) > self._difference_ms_max}
         return "; ".join(
             f"this machine's is {abs(ms) / 1000:,.1f} s {'ahead of' if ms > 0 else 'behind'} the {clock}'s"
@@ -72,9 +72,9 @@ CATCH_UP_MS = 10_000
 class DueClock:
     """Median of three clocks, by which delayed messages come due. Made by the delay master; ends with the mastership.
 
-    The three are this machine's clock, the other copy's and the metaserver's, as `Clocks` has them. A message is
-    due when two of the three agree: one wrong clock sends nothing early and nothing late. Between readings time follows
-    the monotonic clock, so setting a clock does not show.
+    The three are this machine's clock, the other copy's and the metaserver's, as `Clocks` has them. A message is due
+    when two of the three have reached its due time, so one wrong clock sends nothing early and nothing late. Between
+    readings time follows the monotonic clock, so setting a clock does not show.
 
         others     the due time
         two        follows the median of three: steps back to it at once, because a message due by one clock alone is
@@ -89,7 +89,7 @@ class DueClock:
         self.heard: tuple[str, ...] = ()
         """Other clocks that count now, besides this machine's."""
         self.is_settled = False
-        """Whether it agrees with these clocks: then only they can change when a message is due."""
+        """Whether due time has reached its target, so that only a change of these clocks can move it."""
         self._offset_ms: int | None = None
         """Due time minus monotonic time."""
         self._last_ms = 0
@@ -108,7 +108,7 @@ class DueClock:
 
         Args:
             own_ms: this machine's clock.
-            ahead_ms: how far it is ahead of each clock that reported lately (`Clocks.ahead_ms`).
+            ahead_ms: how far `own_ms` is ahead of each clock that reported lately (`Clocks.ahead_ms`).
         """
         own = own_ms - monotonic_ms
         others = {name: own - ahead_ms[clock] for name, clock in _others(ahead_ms).items()}
@@ -123,7 +123,9 @@ class DueClock:
         self.is_settled = target is None or abs(target - self._offset_ms) <= DEAD_BAND_MS
 
     def _note(self, others: dict[str, int], monotonic_ms: int) -> None:
-        """Keep the readings of the window. Drop those of clocks that stopped reporting: they may be set meanwhile."""
+        """Keep the readings of the window. Drop those of clocks that stopped reporting, because these clocks may be set
+        meanwhile.
+        """
         self._offsets = {name: readings for name, readings in self._offsets.items() if name in others}
         for name, offset in others.items():
             readings = self._offsets.setdefault(name, deque())

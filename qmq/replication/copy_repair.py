@@ -25,8 +25,8 @@ ATTEMPTS_EACH = 2
 
 
 class Sources:
-    """Choice of the copy to ask. Copies with the whole damaged range take turns: one may have another history, or be
-    damaged itself.
+    """Choice of the copy to fetch from. Copies with the whole damaged range take turns, because one may have another
+    history, or be damaged itself.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Sources:
         self._attempts = 0
 
     def best(self, damage: Damage, extents: Sequence[Extent | None]) -> int | None:
-        """Return the index in `extents` of the copy to ask now, or None. The extent of a silent copy is None.
+        """Return the index in `extents` of the copy to fetch from now, or None. The extent of a silent copy is None.
 
         A range that no copy has may be given up (`CopyRepair.plan`). So without a copy that has it, all must have
         answered; then the copy with the longest log decides.
@@ -58,7 +58,7 @@ class CopyRepair:
     def __init__(self, node: Node[Any]) -> None:
         self._node = node
         self._looks_before: Damage | None = None
-        """Damage that begins where the other copy has no frame: that copy's frame begins earlier."""
+        """Damage at whose begin the other copy has no frame, because that copy's frame begins earlier."""
 
     def plan(self, theirs_start: int, theirs_end: int) -> tuple[int, int] | None:
         """Repair the log as far as no bytes of the other copy are needed.
@@ -67,7 +67,7 @@ class CopyRepair:
             theirs_start, theirs_end: extent of the other copy's log on disk.
 
         Returns:
-            Range of frames to fetch for `apply`; None if none are needed.
+            Range of frames to fetch for `apply`, or None if no frames are needed.
         """
         damage = self._node.log.damage
         if damage is None:
@@ -78,7 +78,7 @@ class CopyRepair:
             if damage.begin < theirs_end and self._node.log.stored.may_be_acknowledged(
                 damage, self._node.log.state.high_watermark
             ):
-                self._node.leave_role()  # the part behind it has to go
+                self._node.leave_role()  # the log behind `theirs_end` must be cut
                 return damage.begin, theirs_end
             self._cut_damage(f"damaged and unknown to the other copy: {damage.reason}")
         elif self._looks_before is damage:
@@ -91,8 +91,8 @@ class CopyRepair:
     def apply(self, begin: int, data: bytes) -> None:
         """Repair the damage with the other copy's frames, the first of which is at `begin`.
 
-        Whole frames that do not join prove that the histories parted earlier. Then ours is cut where replay stopped,
-        and the next handshake finds the common part.
+        If the other copy's frames are whole but do not continue this log, the histories parted earlier. Then this log
+        is cut where replay stopped, and the next handshake finds the common part.
 
         Raises:
             CorruptFrame, Diverged: these bytes repair nothing.
@@ -117,13 +117,13 @@ class CopyRepair:
             self._node.repaired()
 
     def _cut_damage(self, why: str) -> None:
-        """Cut the damaged end of the log, unless it may be acknowledged: only this copy had it."""
+        """Cut the damaged end of the log, unless it may be acknowledged, because only this copy had it."""
         assert self._node.log.damage is not None
         if self._node.log.stored.may_be_acknowledged(self._node.log.damage, self._node.log.state.high_watermark):
             log.critical("damage cannot be repaired: the other copy lost that range group=%s", self._node.group)
             return
         self._node.leave_role()
-        if self._node.log.is_idle:  # otherwise at the next attempt
+        if self._node.log.is_idle:  # otherwise the next attempt cuts
             self._node.log.cut(self._node.log.damage.begin, why)
             self._node.begin_role()
 
@@ -134,7 +134,7 @@ class CopyRepair:
             self._node.begin_role()
             return
         if self._node.role is None:
-            return  # appended frames are still being written: at the next attempt
+            return  # appended frames are still being written; the next attempt continues
         while (
             self._node.log.damage is not None
             and len(self._node.log.bases) > 1
@@ -150,7 +150,7 @@ class CopyRepair:
 
 
 def _is_other_history(begin: int, data: bytes, damage: Damage) -> bool:
-    """Return whether frames of the other copy, which do not join ours, prove that the histories parted before.
+    """Return whether the other copy's frames, which do not continue this log, prove that the histories parted earlier.
 
     Raises:
         CorruptFrame: the other copy is damaged as well, so there is no proof.

@@ -37,8 +37,8 @@ class NoCopy(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """A reason why this copy may not be a master as it is. `name` is a word of `qmq.replication.readonly` where one
-    fits.
+    """Reason why this copy must not be a master in its present state. `name` is a reason of `qmq.replication.readonly`
+    where one fits.
     """
 
     name: str
@@ -50,10 +50,10 @@ def report(disk: Disk, *, verify: bool = False, above: int | None = None) -> dic
 
     Args:
         verify: read every closed segment, too; a start of the broker reads only the newest ones.
-        above: also list the messages from this offset on: lost if a copy that ends there replaces this one.
+        above: offset from which messages are listed, too; they are lost if a copy that ends there replaces this one.
 
     Raises:
-        NoCopy: these are no files of a broker or delay server.
+        NoCopy: the disk has no files of a broker or delay server.
         DiskFailed: a file cannot be read.
     """
     if not any(map(disk.has, _FILES)) and not segment_bases(disk) and not disk.has(manifest.NAME):
@@ -173,7 +173,7 @@ def _unreadable(log: MessageLog) -> Iterator[Trouble]:
 
 
 def _begun(log: MessageLog, offset: int) -> dict[str, str]:
-    """Return the new master and the reason in the epoch frame there, if it is readable."""
+    """Return the master and the reason that the epoch frame at `offset` states, if it is readable."""
     try:
         (frame, body), *_ = _frames(log, offset, most=1)
         fields = json.loads(bytes(body)) if frame.kind == FrameKind.EPOCH else {}
@@ -189,7 +189,7 @@ def _point(point: Point | None) -> dict[str, Any] | None:
 
 
 def messages_above(log: MessageLog, offset: int, *, ids_max: int) -> dict[str, Any]:
-    """List the messages from `offset` on: per subject the first and last sequence, and the first ids."""
+    """Return the messages from `offset` on: first and last sequence per subject, and the first ids."""
     ranges: dict[str, list[int]] = {}
     ids: list[list[Any]] = []
     stopped = ""

@@ -1,7 +1,7 @@
 """Core. A master's view of one slave, from hello to loss.
 
-A slave counts in IN_SYNC and LAGGING only: then its confirmations raise the high watermark. The group is readonly while
-too few slaves are IN_SYNC. Facts of a state are in its class (`Restoring`, …).
+A slave counts only in IN_SYNC and LAGGING: there its confirmations raise the high watermark. The group is readonly
+while too few slaves are IN_SYNC. Facts of a state are in its class (`Restoring`, …).
 
 `SlaveWatch` is the master's side of the link: it agrees where the logs match, ships frames, counts confirmations, and
 watches the lag. A slave counts once it has matched and nearly caught up (W14).
@@ -37,22 +37,22 @@ log = logging.getLogger(__name__)
 
 class FollowerState(Enum):
     ABSENT = auto()  # no connection, or no agreed hello on it
-    UNFILLED = auto()  # connected; it has to be filled, and an operator has to allow that
+    UNFILLED = auto()  # connected; it must be filled, which an operator must allow first
     RESTORING = auto()  # it sends frames that this master's disk lost; the mastership has not begun
     CATCHING_UP = auto()  # it receives frames; it has not matched yet
     IN_SYNC = auto()
     LAGGING = auto()  # behind by too many bytes, or for too long
-    DIVERGED = auto()  # its log is not ours; its connection is closed; a person has to look
+    DIVERGED = auto()  # its log contradicts the master's; its connection is closed; an operator must decide
 
 
 class FollowerEvent(Enum):
     FOLLOWS = auto()  # hello agreed: it follows, from an offset or a snapshot
     RESTORES = auto()  # hello agreed: it has more of the same history
     WAITS = auto()  # hello agreed: it is not filled yet
-    MATCHED = auto()  # it has all that is acknowledged, and nearly all else
+    MATCHED = auto()  # it has all acknowledged frames, and nearly all others
     FELL_BEHIND = auto()
     CAUGHT_UP = auto()
-    PARTED = auto()  # its hello or its confirmation contradicts our log
+    PARTED = auto()  # its hello or its confirmation contradicts the master's log
     LOST = auto()  # its connection was lost, or the mastership ended
 
 
@@ -105,7 +105,7 @@ class Absent:
 
 @dataclass(slots=True, eq=False)
 class Unfilled:
-    """`fill_id`: filling to be allowed."""
+    """Facts of UNFILLED. `fill_id`: filling that waits for permission."""
 
     link: Link
     fill_id: str
@@ -113,7 +113,7 @@ class Unfilled:
 
 @dataclass(slots=True, eq=False)
 class Restoring:
-    """`begin`: offset from which it sends. `hello`: its hello."""
+    """Facts of RESTORING. `begin`: offset from which the slave sends. `hello`: the slave's hello."""
 
     link: Link
     begin: int
@@ -122,7 +122,7 @@ class Restoring:
 
 @dataclass(slots=True, eq=False)
 class Connected:
-    """Common facts of CATCHING_UP, IN_SYNC and LAGGING. `incarnation`: of the slave's data directory."""
+    """Common facts of CATCHING_UP, IN_SYNC and LAGGING. `incarnation`: id of the slave's data directory."""
 
     shipper: Shipper
     incarnation: str
@@ -131,7 +131,7 @@ class Connected:
 @dataclass(slots=True, eq=False)
 class CatchingUp(Connected):
     fill_id: str = ""
-    """Id of its present filling; empty: it continues where its log ended."""
+    """Id of the slave's present filling; empty if the slave continues where its log ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -139,10 +139,10 @@ class InSync(Connected):
     """Facts of IN_SYNC and LAGGING."""
 
     noted_end: int = 0
-    """A log end, noted when the slave confirmed the one noted before; `noted_ms`: time of that."""
+    """Log end at `noted_ms`, the time when the slave confirmed the end noted before."""
     noted_ms: int = 0
     point_sent: Point | None = None
-    """Newest acknowledged point sent to it."""
+    """Newest acknowledged point sent to the slave."""
 
 
 @dataclass(slots=True, eq=False)
@@ -164,7 +164,7 @@ _FACTS: dict[FollowerState, type[Facts]] = {
 
 
 class Follower(Life[FollowerState, Facts]):
-    """States of the slave in one mastership. Made with its `SlaveWatch`, which moves it."""
+    """States of a slave in one mastership. Made by its `SlaveWatch`, which enters its states."""
 
     __slots__ = ("connected", "in_sync", "restoring", "unfilled")
 
@@ -189,7 +189,7 @@ class Follower(Life[FollowerState, Facts]):
 
 
 CAUGHT_UP_BYTES = 8 << 20
-"""A slave that joins counts this close to the log's end: the rest arrives within milliseconds."""
+"""A joining slave counts once it lacks at most these bytes, which arrive within milliseconds."""
 
 
 class SlaveWatch:
@@ -203,20 +203,20 @@ class SlaveWatch:
         self._ticked_ms = mastership.host.monotonic_ms()
         self.follower = Follower()
         self.has_parted = False
-        """Its log differs from ours, and it has not matched since."""
+        """Whether the slave's log differed from the master's, and has not matched since."""
         self.is_disk_full = False
         self.shared_end: int | None = None
-        """End of the common part at its last hello; None: no hello yet, or its log was empty."""
+        """End of the part common to both logs at the last hello; None before it, or if the slave's log was empty."""
         self.owner = ""
-        """Its broker, hostname:serve_port; of an older version, its incarnation."""
+        """The slave's broker, hostname:serve_port; its incarnation if it is of an older version."""
         self.frame_bytes_max = FRAME_BYTES_MAX
-        """Longest body of a frame that it reads."""
+        """Longest body of a frame that the slave reads."""
         self.instance = ""
         """Instance of the process that got the last answer to a hello."""
 
     @property
     def confirmed_end(self) -> int | None:
-        """Offset from which the slave still needs the log; None: it is not connected."""
+        """Offset from which the slave still needs the log, or None without a connection."""
         slave = self.follower.connected
         return None if slave is None else slave.shipper.confirmed_end
 
@@ -237,12 +237,12 @@ class SlaveWatch:
 
     @property
     def is_compared(self) -> bool:
-        """Whether its log was compared with ours, and it sends us nothing."""
+        """Whether the slave's log was compared with the master's, and the slave restores nothing."""
         return self.follower.connected is not None or self.follower.unfilled is not None
 
     def _enter(self, event: FollowerEvent, now: Facts) -> None:
-        """Move the slave's state and its dependants. A slave that counts does so until it gets another shipper, or
-        none.
+        """Enter a state and update all that depends on it. A slave that counts does so until it gets another shipper,
+        or none.
         """
         before = self.follower.connected
         self.follower.enter(event, now, at_ms=self._mastership.host.monotonic_ms())
@@ -279,7 +279,7 @@ class SlaveWatch:
             raise
         except Diverged as error:
             if is_ahead:
-                self._compare(hello)  # the mastership does not begin without it
+                self._compare(hello)  # the mastership must not begin without the point
             if parted_at is not None:
                 link.push(Command.PARTED, commands.offset_header(parted_at))
             link.refuse(packet, error)
@@ -299,7 +299,7 @@ class SlaveWatch:
         self._answer(link, packet, hello, agreement)
 
     def _answer(self, link: Link, packet: Packet, hello: Hello, agreement: Agreement) -> None:
-        """Begin the agreed action: the slave restores our log, waits to be filled, or receives frames."""
+        """Begin the agreed action: the slave restores the master's log, waits to be filled, or receives frames."""
         text = "slave connected group=%s peer=%s end=%d: %s from %d"
         log.info(text, self._mastership.group, link.peer, hello.end, agreement.action.value, agreement.offset)
         older = self._link
@@ -315,7 +315,7 @@ class SlaveWatch:
             older.close("a newer connection of the slave replaces this one")
 
     def _check_yield(self, offset: int, hello: Hello, *, is_ahead: bool) -> None:
-        """Raise Diverged if we, or another slave, may have confirmed our frames from `offset` on."""
+        """Raise Diverged if this copy, or another slave, may have confirmed the master's frames from `offset` on."""
         slaves, points, message_log = self._slaves, self._identity.points, self._mastership.log
         kept_end = points.keeps(message_log, restored_from=slaves.restored_from if is_ahead else None)
         text = f"the copies differ from offset {offset} on; the slave confirmed its frames up to {hello.kept_end}, "
@@ -325,7 +325,7 @@ class SlaveWatch:
             raise Diverged(f"{text}and another slave may have confirmed the master's")
 
     def _is_to_wait(self, hello: Hello, agreement: Agreement) -> bool:
-        """Whether it would have to be filled and may not. A slave with all acknowledged frames only catches up."""
+        """Return whether the slave must be filled and may not. A slave with all acknowledged frames only catches up."""
         is_filling = self._is_filling(hello, agreement)
         return is_filling and not self._slaves.fill_orders.may_begin(hello.fill_id)
 
@@ -334,7 +334,7 @@ class SlaveWatch:
         return is_partial and agreement.offset < self._mastership.gate.high_watermark
 
     def _wait(self, link: Link, packet: Packet, agreement: Agreement, fill_id: str) -> None:
-        """Send nothing to it until it may be filled. It does not count, and delays nothing."""
+        """Answer WAIT: the slave gets no frames until it may be filled. It does not count, and delays nothing."""
         self._enter(FollowerEvent.WAITS, Unfilled(link, fill_id))
         link.answer(packet, replace(agreement, action=Action.WAIT).encode())
         log.warning("slave is not filled group=%s slave=%s: SyncReplica allows it", self._mastership.group, self.owner)
@@ -349,7 +349,7 @@ class SlaveWatch:
         return now.shipper.link if isinstance(now, Connected) else None
 
     def apply_orders(self, orders: FillOrders) -> None:
-        """Make it send another hello if it waits and may be filled now, or is being filled and must stop."""
+        """Make the slave send another hello if it waits and may be filled now, or is being filled and must stop."""
         now = self.follower.now
         if isinstance(now, Unfilled) and orders.may_begin(now.fill_id):
             self.drop("the slave may be filled now; connect again")
@@ -357,7 +357,7 @@ class SlaveWatch:
             self.drop("CancelSync stops the filling")
 
     def _compare(self, hello: Hello) -> None:
-        """Check that our log has the acknowledged point that the slave remembers."""
+        """Check that the master's log has the acknowledged point that the slave remembers."""
         mastership, points = self._mastership, self._identity.points
         if hello.point is not None and is_lacking(mastership.log, hello.point):
             log_lacking(mastership.log, mastership.group, hello.point, "the slave")
@@ -365,8 +365,8 @@ class SlaveWatch:
             self._slaves.lacks(hello.point)
 
     def _check_refill(self, lacks: Point, hello: Hello, agreement: Agreement) -> None:
-        """Raise CopyRolledBack if the slave lacks the acknowledged point as well. Its further frames are not taken
-        then: an older master may have written them alone, and they would contradict the copy that has the point.
+        """Raise CopyRolledBack if the slave lacks the acknowledged point as well. Then its further frames are not
+        restored: an older master may have written them alone, and they would contradict the copy that has the point.
         """
         is_restoring = agreement.action == Action.RESTORE
         if is_restoring and hello.has(lacks):
@@ -378,8 +378,8 @@ class SlaveWatch:
         self._identity.points.refilled()
 
     def _without_slave(self) -> None:
-        """Stop counting the slave. With too few left, consumers continue below the high watermark, and pulls that were
-        given more ask again.
+        """Stop counting the slave. If too few are left, consumers continue below the high watermark, and pulls with
+        messages above it are refused and repeated.
         """
         gate = self._mastership.gate
         gate.slave_gone(self.name)
@@ -431,12 +431,12 @@ class SlaveWatch:
         slave.shipper.ship()
 
     def _is_caught_up(self, confirmed_end: int) -> bool:
-        """Whether a slave that joins may count: earlier it would only delay consumers."""
+        """Return whether a joining slave may count. If it counted earlier, it would only delay consumers."""
         mastership = self._mastership
         return confirmed_end >= mastership.gate.high_watermark and mastership.log.end - confirmed_end <= CAUGHT_UP_BYTES
 
     def restore(self, packet: Packet) -> None:
-        """Append frames that we lost and the slave still has."""
+        """Append frames that the master lost and the slave still has."""
         offset, data = commands.split_offset(packet.body)
         self._mastership.log.append_frames(offset, data)
         self._mastership.host.pass_soon()
@@ -446,7 +446,7 @@ class SlaveWatch:
         return restoring is not None and restoring.link is link and not self._mastership.has_begun
 
     def drop(self, why: str) -> None:
-        """Close its connection, if any: it sends another hello."""
+        """Close the slave's connection, if any; the slave sends another hello."""
         if (link := self._link) is not None:
             self._enter(FollowerEvent.LOST, Absent())
             link.close(why)
@@ -465,7 +465,7 @@ class SlaveWatch:
         self._check_lag(now_ms)
 
     def tell(self, point: Point) -> None:
-        """Send the acknowledged point, if the slave confirmed it: it remembers it outside its log."""
+        """Send the acknowledged point, if the slave confirmed it; the slave stores it outside its log."""
         slave = self.follower.in_sync
         if slave is not None and point != slave.point_sent and slave.shipper.confirmed_end >= point.end:
             slave.point_sent = point

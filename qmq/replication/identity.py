@@ -11,16 +11,17 @@
                     "kept_end": …, "lacks": a point like "own", or null}
     points.json    {"crc": CRC-32 of the rest as sorted JSON, "life": …, "own": [term, boot, end, chain] or null}
 
-A broker fsyncs a newer epoch in the first before it acts in it, and refuses every message of an older one from then on.
-The last assignment lets it start while the metaserver is down.
+A broker fsyncs a newer epoch in broker.json before it acts in it, and refuses every message of an older epoch from then
+on. The last assignment lets it start while the metaserver is down.
 
-The acknowledged point is remembered outside the log, because a disk alone cannot show that it was put back: the newest
-point up to which this copy knows that messages were acknowledged. The other copies have their own, and the metaserver's
-row has one per copy. A log that lacks a remembered point *was rolled back*: this copy reports it, is no master before
-it is refilled, and makes no other copy cut (I25).
+The acknowledged point is the newest point up to which this copy knows that messages were acknowledged. It is stored
+outside the log, because a log alone cannot show that its disk was restored to an older state. The other copies store
+their own points, and the metaserver's row has one per copy. A log that lacks a stored point *was rolled back*: its copy
+reports it, is no master before it is refilled, and makes no other copy cut (I25).
 
-The first two files are written before they are used; the last at most `SAVE_MS` after the point changed, on a thread,
-and when a mastership or the process ends. So a commit costs no further fsync (decision 20 lists uncovered cases).
+The first two files are written before their facts are used. The last is written on a thread, at most `SAVE_MS` after
+the point changed, and when a mastership or the process ends. So a commit costs no further fsync (decision 20 lists
+uncovered cases).
 
 Keeps I16.
 """
@@ -48,7 +49,7 @@ SAVE_MS = 500
 
 
 class Point(NamedTuple):
-    """An acknowledged point: in `epoch`, all before `end` was acknowledged, and the chain there was `chain`."""
+    """Acknowledged point: in `epoch`, all before `end` was acknowledged, and the chain there was `chain`."""
 
     epoch: Epoch
     end: int
@@ -74,7 +75,7 @@ def _number(value: object) -> int:
 
 
 def log_lacking(message_log: MessageLog, group: str, point: Point, source: str) -> None:
-    """Log that a copy lacks an acknowledged point. Behind damage the frames may be whole: the repair shows."""
+    """Log that a copy lacks an acknowledged point. Behind damage the frames may be whole, as the repair will show."""
     text = "%s group=%s end=%d: this disk lacks acknowledged frames up to %s, according to %s"
     if is_behind_damage(message_log, point):
         log.error(text, "log damaged", group, message_log.end, point, source)
@@ -83,14 +84,16 @@ def log_lacking(message_log: MessageLog, group: str, point: Point, source: str) 
 
 
 def is_behind_damage(message_log: MessageLog, point: Point) -> bool:
-    """Return whether damage lies before a point: its frames may be whole, and the log was not rolled back."""
+    """Return whether damage lies before a point. Then the frames up to the point may be whole, and the log was not
+    rolled back.
+    """
     return message_log.damage is not None and message_log.damage.begin < point.end
 
 
 def is_lacking(message_log: MessageLog, point: Point) -> bool:
     """Return whether a log ends before a point, or has another history there. Damage there is not another history."""
     if point.end <= message_log.start:
-        return False  # retention deleted it: unknown
+        return False  # retention deleted it, so nothing shows that it was missing
     if point.end > message_log.end:
         return True
     if message_log.chain_is(point.end, point.chain):
@@ -108,11 +111,11 @@ class CopyState:
 
     life: int = 0
     follows: bool = False
-    """Whether the last frames came from a master that it followed: it confirmed them."""
+    """Whether the last frames came from a master that this copy followed, so it confirmed them."""
     kept_end: int = 0
-    """Offset of this copy's first mastership since it followed: frames before it were confirmed."""
+    """Offset where this copy's first mastership since it last followed began. Frames before it were confirmed."""
     lacks: Point | None = None
-    """Acknowledged point that our log lacks."""
+    """Acknowledged point that this copy's log lacks."""
 
 
 class PointFile:
@@ -132,11 +135,11 @@ class PointFile:
         return self._copy.lacks
 
     def keeps(self, message_log: MessageLog, *, restored_from: int | None = None) -> int:
-        """Return the offset before which this copy keeps everything: all that it confirmed, or stored as acknowledged.
-        It wrote the rest as master, and no other copy confirmed that as far as is known.
+        """Return the offset before which this copy keeps everything: all frames that it confirmed, or knows as
+        acknowledged. It wrote later frames as master, and knows of no other copy that confirmed them.
 
         Args:
-            restored_from: frames behind it came from slaves, which keep them; this copy did not confirm them.
+            restored_from: offset behind which frames came from slaves, which keep them; this copy did not confirm them.
         """
         followed_end = message_log.end if restored_from is None else restored_from
         own_end = self.own.end if self.own else 0
@@ -146,8 +149,8 @@ class PointFile:
     def high_watermark(self, message_log: MessageLog) -> int:
         """Return the offset below which this copy has the frames up to its acknowledged point.
 
-        Frames may state more than our own disk has: they came from a master ahead of us. The last frames of a quiet log
-        state an older watermark than the point.
+        Frames may state a watermark beyond this disk's frames, because they came from a master further ahead. The last
+        frames of a quiet log state an older watermark than the point.
         """
         stated = min(message_log.state.high_watermark, message_log.flushed_end)
         point = self.own
@@ -165,7 +168,7 @@ class PointFile:
         self._put(follows=True)
 
     def seeding(self) -> None:
-        """Record that this copy's log began anew: facts about the old one do not hold."""
+        """Record that this copy's log began anew, so facts about the old log do not hold."""
         self.own = None
         self._put(life=self._copy.life + 1, follows=True, kept_end=0, lacks=None)
 
@@ -194,7 +197,9 @@ class PointFile:
         return self._is_saving or self.own != self._saved
 
     def save(self) -> None:
-        """Write the newest point. While a thread still writes the one before, it becomes due when that ends."""
+        """Write the newest point. While a thread still writes an older point, the newest becomes due when that write
+        ends.
+        """
         if self._is_saving:
             self._saved_ms -= SAVE_MS
         elif self.own != self._saved:
@@ -227,7 +232,7 @@ class PointFile:
 
 
 def _read(disk: Disk, name: str) -> dict[str, Any]:
-    """A damaged or missing file is a lost memory; the other copies' remain."""
+    """Return the fields of a file; none if it is missing or damaged. Other copies still have their points."""
     data = disk.read(name, 0, disk.size(name))
     try:
         return decode_checked(data) if data else {}
@@ -267,12 +272,12 @@ class Identity:
 
     @property
     def known_term(self) -> int:
-        """Newest term known. The last assignment is newer than the epoch until its master's first frame."""
+        """Newest term known. Until the master's first frame, the last assignment has a newer term than the epoch."""
         return max(self.term, self.assignment["term"] if self.assignment else 0)
 
     @property
     def fill_id(self) -> str:
-        """Id of the filling that this copy is in, or that comes next; see `qmq.replication.assignment`."""
+        """Id of this copy's present or next filling; see `qmq.replication.assignment`."""
         return f"{self.incarnation}/{self.fills}"
 
 
@@ -283,7 +288,7 @@ class IdentityFile:
         """Raises CorruptFrame if the file is damaged: move this data directory aside and let the broker be seeded.
 
         Args:
-            instance: id of this directory at its place (`qmq.log.disk`); a copy of it has another one.
+            instance: id of this directory at its place (`qmq.log.disk`); a copy of the directory has another id.
         """
         self._disk = disk
         self.instance = instance
@@ -295,19 +300,21 @@ class IdentityFile:
             self._put()
 
     def learn(self, epoch: Epoch) -> None:
-        """Make a newer epoch durable; the same one costs nothing."""
+        """Make a newer epoch durable. Does nothing for the epoch already known."""
         if epoch != self.value.epoch:
             require(epoch > self.value.epoch, "I2: epochs only grow")
             self._change(term=epoch.term, boot=epoch.boot)
 
     def next_boot(self, term: int, *, above: int = 0) -> Epoch:
-        """Begin a mastership in `term`, durably, with a boot that was never used before and is over `above`."""
+        """Return, durably, the epoch of a new mastership in `term`. Its boot was never used before and is above
+        `above`.
+        """
         boot = max(self.value.boot if term == self.value.term else 0, above) + 1
         self.learn(Epoch(term, boot))
         return Epoch(term, boot)
 
     def promise(self, term: int) -> None:
-        """Promise, durably, to follow and be no master of an older term."""
+        """Store the promise to follow no master of an older term than `term`, and to be none."""
         if term > self.value.promised:
             self._change(promised=term)
 

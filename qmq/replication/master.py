@@ -1,6 +1,6 @@
-"""Core. The master of a broker group, for one mastership: it writes the log and ships it to the slaves.
+"""Core. Master of a broker group, for one mastership: it writes the log and ships it to the slaves.
 
-Its subclasses, `broker.master` and `delayserver.master`, answer clients, with the mastership that they share:
+Its subclasses, `broker.master` and `delayserver.master`, answer clients. All share the mastership:
 
     clients ──── subclass ────┐
                               ├── qmq.replication.mastership: log, epoch, gate, reasons for readonly
@@ -52,7 +52,7 @@ class Promotion:
     clocks: Clocks
     """Readings of other clocks."""
     is_failover: bool = False
-    """The old master is gone, and this copy was in sync until then: no slave to wait for."""
+    """Whether the old master is gone and this copy was in sync until then, so that it need not wait for a slave."""
     slaves: int = 1
     """Number of slaves in the metaserver's row."""
     min_copies: int = 2
@@ -65,7 +65,7 @@ class Master:
 
     def __init__(self, promotion: Promotion) -> None:
         message_log, term = promotion.log, promotion.term
-        last = message_log.state.epoch  # our file may have lost an epoch that our log has
+        last = message_log.state.epoch  # the identity file may have lost an epoch that the log has
         above = max(promotion.boot_above, last.boot if last.term == term else 0)
         epoch = promotion.identity.next_boot(term, above=above)
         gate = AckGate(
@@ -88,7 +88,7 @@ class Master:
             rejoin_wait_ms=promotion.rejoin_wait_ms,
         )
         self._noted_end = self._noted_ms = 0
-        """A log end, noted when our disk had the one noted before, and the time of that (ms)."""
+        """Log end at `_noted_ms`, the time when the disk had the end noted before."""
         self._handlers: dict[int, Handler] = {
             Command.HELLO: self.slaves.hello,
             Command.CONFIRM: self.slaves.confirm,
@@ -99,7 +99,7 @@ class Master:
     # Subclasses extend these, and call them.
 
     def go_on(self) -> None:
-        """Resume requests that waited for the slave's match, or for the end of a swap."""
+        """Resume requests that waited until a slave matched or a swap ended."""
 
     def link_lost(self, link: Link) -> None:
         self.slaves.link_lost(link)
@@ -108,16 +108,16 @@ class Master:
         self.slaves.writable_again(link)
 
     def end_of_pass(self) -> None:
-        """Ship new frames after all received packets were handled; the node starts the fsync next."""
+        """Ship new frames, after all received packets were handled and before the node starts the fsync."""
         self.slaves.ship()
 
     def committed(self, end: int, chain: int) -> None:
-        """Record that our disk has everything before `end`."""
+        """Record that the master's disk has everything before `end`."""
         self._mastership.gate.flushed(end, chain)
         self.slaves.committed(end, chain)
 
     def quiet_ms(self) -> int:
-        """Return the time without deadlines unless something happens; 0: deadlines are near.
+        """Return the time without deadlines unless something happens; 0 if deadlines are near.
 
         Positive only with enough slaves in sync, none behind, and nothing under way to a disk or client.
         """
@@ -126,12 +126,12 @@ class Master:
         return QUIET_MS if is_quiet else 0
 
     def tick(self, now_ms: int) -> None:
-        """Check deadlines, the slaves' lag and that of our own disk. Called about every 100 ms."""
+        """Check deadlines, the slaves' lag and the lag of the master's disk. Called about every 100 ms."""
         self.slaves.tick(now_ms)
         self._check_own_disk(now_ms)
 
     def _check_own_disk(self, now_ms: int) -> None:
-        """Set readonly while our disk does not finish: nothing is acknowledged then, even if slaves confirm."""
+        """Set readonly while the disk does not finish: nothing is acknowledged then, even if slaves confirm."""
         message_log = self._mastership.log
         if self._noted_end <= message_log.flushed_end:
             self._noted_end = message_log.end
@@ -155,7 +155,7 @@ class Master:
         self.slaves.apply_orders(assignment.fill_orders, frozenset(assignment.awaited))
 
     def packet_received(self, link: Link, packet: Packet) -> None:
-        """Handle one request; errors are answered. LogError passes: the node decides about the mastership."""
+        """Handle one request, and answer errors. LogError passes to the node, which decides about the mastership."""
         handler = self._handlers.get(packet.code)
         if handler is None:
             link.answer(packet, f"unknown command {packet.code}".encode(), code=ErrorCode.UNKNOWN_COMMAND)
@@ -226,12 +226,12 @@ class Master:
 
     @property
     def fenced_by(self) -> Epoch | None:
-        """A newer epoch, reported by a slave."""
+        """Newer epoch, reported by a slave, or None."""
         return self.slaves.fenced_by
 
     @property
     def yields_from(self) -> int | None:
-        """Offset from which this master's frames contradict those that its slave confirmed."""
+        """Offset from which this master's frames contradict frames that a slave confirmed, or None."""
         return self.slaves.yields_from
 
     @property
@@ -240,7 +240,7 @@ class Master:
         return tuple(watch.incarnation for watch in self.slaves.in_sync)
 
     def is_drained_to(self, target: str) -> bool:
-        """Whether the slave with this incarnation has everything; empty: any slave."""
+        """Return whether the slave with this incarnation (any slave, if empty) has everything."""
         end, gate = self._mastership.log.end, self.gate
         has_all = any(watch.confirmed_end == end for watch in self.slaves.in_sync if target in ("", watch.incarnation))
         return self.has_begun and not gate.too_few_in_sync and gate.high_watermark == end and has_all

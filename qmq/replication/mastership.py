@@ -24,15 +24,15 @@ from qmq.types import Epoch
 log = logging.getLogger(__name__)
 
 NEVER = sys.maxsize
-"""An offset that no log reaches: before the epoch frame is written no frame counts, and none is this master's own."""
+"""Offset that no log reaches, for the end of the epoch frame until that is written: no frame counts before."""
 _BY_THE_MASTERS_CLOCK = frozenset({FrameKind.NACK, FrameKind.DISPATCH})
 """Frames with timestamps that decide due times."""
 
 
 class Readonly(set[Reason]):
-    """The readonly reasons of one broker group; only `change` changes them. Ends with the mastership.
+    """Readonly reasons of one broker group; only `change` changes them. Ends with the mastership.
 
-    A checker sets and clears its own reason only, so none can undo an operator's mark (I12).
+    Each check sets and clears only its own reason, so none can undo an operator's mark (I12).
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,9 @@ class Readonly(set[Reason]):
         raise BrokerReadOnly(f"{group} is readonly: {why}")
 
     def check_change(self, group: str, subject: str) -> None:
-        """Raise it for changes that add no messages: an operator's mark does not refuse those."""
+        """Raise BrokerReadOnly as `check` does, but not for an operator's mark, which allows changes that add no
+        messages.
+        """
         if self - {Reason.OPERATOR}:
             self.check(group, subject)
 
@@ -86,14 +88,14 @@ class Mastership:
     gate: AckGate
     readonly: Readonly = field(default_factory=Readonly)
     has_begun: bool = False
-    """Whether the epoch frame is written: before that, this master stores nothing."""
+    """Whether the epoch frame is written. Before that, this master stores nothing."""
     before_progress: Callable[[FrameKind, tuple[str, str, str], list[Entry]], None] | None = None
     """Called right before a progress frame is appended, with the state still unchanged."""
     at_begin: Callable[[], None] | None = None
-    """Called when the mastership begins: until then, slaves may restore the log."""
+    """Called when the mastership begins. Until then, slaves may restore the log."""
 
     frame_bytes_max: int = FRAME_BYTES_MAX
-    """Longest body of a frame that all slaves read which connected so far."""
+    """Longest body of a frame that all slaves read that have connected so far."""
 
     retry_begin_ms: int | None = None
     """Origin of `retry_ms`; set at its first use, as acting master."""
@@ -105,7 +107,7 @@ class Mastership:
             raise NotServed(f"the master of {self.group} waits for its slave")
 
     def check_may_store(self) -> None:
-        """Raise NotMaster or BrokerReadOnly outside the mastership: nothing is stored then."""
+        """Raise NotMaster or BrokerReadOnly before the mastership has begun, when nothing may be stored."""
         try:
             self.check_has_begun()
         except NotServed as error:
@@ -121,10 +123,10 @@ class Mastership:
         return self.has_begun and Reason.DRAINING not in self.readonly and Reason.FENCED not in self.readonly
 
     def retry_ms(self) -> int:
-        """Return the clock of retries: the wall clock at the mastership's begin, monotonic from there.
+        """Return the time of the clock of retries: the wall clock at the mastership's begin, monotonic from there.
 
-        Setting the clock during a mastership has no effect. If it is behind the former master's, retries begin at that
-        one's last nack: none waits longer than its delay from here on.
+        Setting the wall clock during a mastership has no effect. If it is behind the former master's, the clock of
+        retries begins at the time of the last nack, so no retry waits longer than its delay.
         """
         if self.retry_begin_ms is None:
             began_ms = max(self.host.now_ms(), self.log.state.retry_ms)
@@ -142,7 +144,7 @@ class Mastership:
         producer: int = 0,
         batch: int = 0,
     ) -> Frame:
-        """Append a frame that is not a producer's; without a slave it is marked so."""
+        """Append a frame of the broker itself, not of a producer. It is marked while too few slaves are in sync."""
         self.host.pass_soon()
         return self.log.append(
             kind,
@@ -170,7 +172,7 @@ class Mastership:
         self.gate.progress(self.log.end, 0, answering(link, packet, body))
 
     def found_damage(self, problem: CorruptFrame) -> None:
-        """Set readonly until a frame that was whole once and is unreadable now is repaired (P6)."""
+        """Set readonly until a damaged frame is repaired (P6)."""
         if not self.log.stored.is_damaged(problem):
             return
         self.readonly.change(Reason.CORRUPT, True)
@@ -179,7 +181,7 @@ class Mastership:
 
 
 def answering(link: Link, packet: Packet, body: bytes) -> Answer:
-    """Return a callback that answers `packet` with `body`, or with the error that came instead."""
+    """Return a callback that answers `packet` with `body`, or with the error that the callback gets."""
 
     def answer(error: QmqError | None) -> None:
         if error is None:

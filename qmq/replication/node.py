@@ -1,4 +1,4 @@
-"""Core. One process of a group: its log and its present role.
+"""Core. Node: one process of a group, with its log and its present role.
 
 The shell, or a simulator, calls it with each event; it calls back through `qmq.replication.ports.Host`.
 """
@@ -43,7 +43,7 @@ M = TypeVar("M", bound=Master)
 
 
 class Node(Generic[M]):
-    """Role and log of one process. Made by main; used on one loop; lives as long as the process."""
+    """Role and log of one process. Made by main; used on one loop; ends with the process."""
 
     def __init__(
         self,
@@ -69,10 +69,10 @@ class Node(Generic[M]):
         self.changes = RoleChange(self)
         self.repairs = CopyRepair(self)
         self._has_matched = False
-        """Whether this process had all that it ever confirmed: it began a mastership, or reached a master's end."""
+        """Whether this process has had all frames it confirmed: it began a mastership, or reached a master's end."""
         self._gives_up_from: int | None = None
-        """Offset from which our log goes to quarantine before the next role: our mastership wrote those frames
-        alone.
+        """Offset from which the log goes to quarantine before the next role, because this process wrote those frames
+        alone as master.
         """
 
     @property
@@ -81,13 +81,14 @@ class Node(Generic[M]):
 
     @property
     def is_of_another(self) -> bool:
-        """Whether another broker wrote the data directory: a disk was moved, or exchanged."""
+        """Whether another broker wrote the data directory, because a disk was moved or exchanged."""
         return self.identity.value.owner not in ("", self._name)
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether its role was assigned to this directory at another place, or before the machine's last start. Then
-        this one may be a copy while the original runs. Empty from versions without instances.
+        """Whether the stored role was assigned to this directory at another place, or before the machine's last start.
+        Then the directory may be a copy while the original is in use. False for directories of versions without
+        instances.
         """
         return self.identity.value.instance not in ("", self.identity.instance)
 
@@ -97,11 +98,11 @@ class Node(Generic[M]):
         return f"{self.identity.value.owner or 'a broker'} of {self.identity.value.group}"
 
     def move(self, event: NodeEvent) -> None:
-        """Move the state of this process. Raises IllegalTransition: the table has no such move."""
+        """Enter the state that follows `event`; raises IllegalTransition if the table has no such transition."""
         self.life.on(event, at_ms=self.host.monotonic_ms())
 
     def assign(self, assignment: Assignment) -> None:
-        """Take the role in the metaserver's row; an older row changes nothing."""
+        """Take the role in the metaserver's row. An older row is ignored."""
         known = self.assignment
         if self.is_of_another and assignment.term <= self.identity.value.known_term:
             raise OperatorError(
@@ -143,10 +144,10 @@ class Node(Generic[M]):
         self.begin_role(is_failover=held)
 
     def start_without_metaserver(self) -> bool:
-        """Take the last assigned role; epochs keep that safe. Return whether there was one.
+        """Take the last assigned role, which epochs make safe; return whether there was one.
 
-        With more than two copies another one may be the master by now. And a master gets a term that its disk cannot
-        have forgotten (`metaserver.roles.failover`). So then it waits for the metaserver.
+        With more than two copies the process waits for the metaserver instead: another copy may be the master by now,
+        and a master must get a term that its disk cannot have forgotten (`metaserver.roles.failover`).
         """
         remembered = self._remembered()
         if remembered is None or self.assignment is not None:
@@ -170,7 +171,7 @@ class Node(Generic[M]):
         return True
 
     def lose_part(self, why: str) -> None:
-        """Confirm and acknowledge nothing more: the metaserver reports another process with this broker's role."""
+        """End the role: confirm and acknowledge nothing more, because another process has this broker's role."""
         if self.assignment is None:
             return
         log.critical("part ends group=%s term=%d: %s", self.group, self.assignment.term, why)
@@ -226,7 +227,7 @@ class Node(Generic[M]):
         self.move(NodeEvent.MASTER_BEGAN if isinstance(role, Master) else NodeEvent.SLAVE_BEGAN)
         self.host.role_changed()
         if is_failover:
-            role.tick(self.host.monotonic_ms())  # begin now, not with the next tick
+            role.tick(self.host.monotonic_ms())  # begins the mastership now if it may, not with the next tick
 
     @property
     def master(self) -> M | None:
@@ -240,7 +241,7 @@ class Node(Generic[M]):
     def readonly_reasons(self) -> list[str]:
         reasons = self.master.readonly.reasons if self.master else []
         lacks = self.identity.points.lacks
-        if lacks is not None and not is_behind_damage(self.log, lacks):  # else the repair decides
+        if lacks is not None and not is_behind_damage(self.log, lacks):  # otherwise the repair decides
             reasons.append(Reason.ROLLED_BACK)
         if self.slave is not None and self.slave.is_unfilled:
             reasons.append(Reason.UNFILLED)
@@ -252,7 +253,9 @@ class Node(Generic[M]):
 
     @property
     def parted_at(self) -> int | None:
-        """Offset where the log of a `diverged` slave parts from its master's; None: not `diverged`, or unknown."""
+        """Offset where the log of a `diverged` slave parts from its master's; None if it is not `diverged`, or the
+        offset is unknown.
+        """
         return self.slave.parted_at if self.slave is not None and self.life.state is NodeState.DIVERGED else None
 
     @property
@@ -284,8 +287,8 @@ class Node(Generic[M]):
             link.refuse(packet, error)
 
     def _begin_anew(self, why: IllegalTransition) -> None:
-        """End the role and begin it again, as master in a new epoch. A missing transition is our own bug, and the
-        intended state is unknown.
+        """End the role and begin it again, as master in a new epoch: a missing transition is a bug of qmq, after which
+        the intended state is unknown.
         """
         log.critical("role restarted group=%s: %s", self.group, why)
         self.begin_role()
@@ -319,14 +322,15 @@ class Node(Generic[M]):
         link.close(str(error))
 
     def _fenced(self) -> None:
-        """Begin again if the newer epoch has our own term: an earlier boot of ours that this disk forgot."""
+        """Begin again if the newer epoch has this master's term: then it is an earlier boot that this disk forgot."""
         master = self.master
         if master is not None and master.fenced_by is not None and master.fenced_by.term == master.epoch.term:
             self.begin_role(boot_above=master.fenced_by.boot)
 
     def _yield(self, why: CopyRolledBack) -> None:
-        """End the mastership: frames that we wrote alone, or restored, contradict frames confirmed by the other. They
-        go to quarantine, and the next mastership first takes the confirmed frames from the other copy.
+        """End the mastership, because frames that this copy wrote alone, or restored, contradict frames that the other
+        copy confirmed. The former go to quarantine, and the next mastership first restores the confirmed frames from
+        the other copy.
         """
         master = self.master
         if master is None or master.yields_from is None:
@@ -358,14 +362,14 @@ class Node(Generic[M]):
             self.role.writable_again(link)
 
     def end_of_pass(self) -> None:
-        """Ship new frames, then write and fsync them; both disks work at the same time."""
+        """Ship new frames, then write and fsync them, so both disks work at the same time."""
         if self.role is not None:
             self.role.end_of_pass()
         if (commit := self.log.take_commit()) is not None:
             self.host.commit(commit)
 
     def committed(self, commit: Commit) -> None:
-        """Record that the commit is on disk. Frames that arrived meanwhile are the next one."""
+        """Record that the commit is on disk. Frames that arrived meanwhile form the next commit."""
         has_more = self.log.flushed(commit)
         if isinstance(self.role, Master):
             self.role.committed(commit.end, commit.chain)
@@ -376,7 +380,7 @@ class Node(Generic[M]):
         self._give_up_tail()
 
     def quiet_ms(self) -> int:
-        """Return the time until `tick` is needed unless something happens; 0: now."""
+        """Return the time until `tick` is needed unless something happens; 0 for now."""
         is_waiting = self.changes.is_waiting or self.identity.points.is_newer_than_saved
         return 0 if self.role is None or is_waiting or not self.log.is_idle else self.role.quiet_ms()
 
@@ -395,15 +399,16 @@ class Node(Generic[M]):
     def remembered_elsewhere(
         self, points: Iterable[Point], *, loss_accepted_term: int = 0, may_be_behind: bool = False
     ) -> None:
-        """Compare the log with acknowledged points from the metaserver's row. Called before the assignment with them.
+        """Compare the log with the acknowledged points of the metaserver's row. Called before the assignment that they
+        come with.
 
-        A master with a slave in sync lacks nothing that any copy still has. Frames that an operator gave up for lost,
-        in a term after their acknowledgement, are not missing. A slave may lack frames acknowledged without it
+        A master with a slave in sync lacks nothing that any copy still has. Frames that an operator accepted as lost,
+        in a term after their acknowledgement, do not count as missing. A slave may lack frames acknowledged without it
         (`may_be_behind`).
         """
         own = self.identity.points.own
         if own is not None and own.epoch.term < loss_accepted_term:
-            self._look_at_points()  # its disk may have lost that while it was stopped, so it was never reported
+            self._look_at_points()  # the disk may have lost it during a stop, so it was not reported
         lacks = self.identity.points.lacks
         if lacks is not None and lacks.epoch.term < loss_accepted_term:
             log.warning("loss accepted group=%s: this copy lacks acknowledged frames up to %s", self.group, lacks)
@@ -417,7 +422,7 @@ class Node(Generic[M]):
             self.begin_role()
 
     def _look_at_points(self) -> None:
-        """Compare the log, before a role begins, with the acknowledged point that this copy remembers."""
+        """Compare the log with the acknowledged point that this copy stores, before a role begins."""
         points = self.identity.points
         if points.own is not None and self._may_lack(points.own):
             self._note_rolled_back(points.own, "this copy itself")
@@ -453,13 +458,13 @@ class Node(Generic[M]):
         return self.master
 
     def found_damage(self, problem: CorruptFrame) -> None:
-        """Handle bytes that a reader found to be no frame."""
+        """Handle damage that a reader found."""
         if self.role is not None:
             self.role.found_damage(problem)
 
     def leave_role(self) -> None:
-        """End the role. The last acknowledged point may be known here only, so it is saved before the log may be
-        cut.
+        """End the role, and save the acknowledged point before the log may be cut: this copy may be the only one that
+        has it.
         """
         if self.role is not None:
             self._has_matched |= self.role.has_begun if isinstance(self.role, Master) else self.role.has_matched
@@ -480,7 +485,7 @@ class Node(Generic[M]):
         self.clocks.record(METASERVER, wall_ms, monotonic_ms=self.host.monotonic_ms())
 
     def record_copy_clock(self, link: Link, wall_ms: int, *, is_disk_full: bool) -> None:
-        """Record the clock of the other end of a sync link, if that is a copy of our group."""
+        """Record the clock of the other end of a sync link, if that is a copy of this group."""
         master = self.master
         if master is not None and (watch := master.slaves.of(link)) is not None:
             watch.is_disk_full = is_disk_full
@@ -498,7 +503,7 @@ class Node(Generic[M]):
         return self.clocks.off_s(self.clocks_ahead_ms())
 
     def clocks_disagreement(self) -> str:
-        """Return the clocks that are too far from this machine's, as text; empty: none."""
+        """Return the clocks that are too far from this machine's, as text; empty if there are none."""
         return self.clocks.disagreement(self.clocks_ahead_ms())
 
     def decide_retention(self, keeper: Keeper) -> None:
@@ -518,14 +523,16 @@ class Node(Generic[M]):
             self.master.decide_retention(keeper, self.clocks)
 
     def oldest_may_go(self, keeper: Keeper, readers: Iterable[int]) -> bool:
-        """Return whether to delete the oldest segment now: both copies agreed, and no reader here needs it."""
+        """Return whether to delete the oldest segment now: its deletion was agreed, and no reader of this copy needs
+        it.
+        """
         return self.log.oldest_may_go and not self.is_pinned([*readers, keeper.used_from(self.log)])
 
     def is_pinned(self, readers: Iterable[int]) -> bool:
         """Return whether the oldest segment is still needed: by the other copy, a reader at `readers`, or this log.
 
-        The next segment may not be on disk yet: the commit that begins it makes its files. The high watermark is
-        checked by `MessageLog.oldest_may_go`, against the end of the retention frame, behind all that may go.
+        The next segment must be on disk: the commit that begins it makes its files. `MessageLog.oldest_may_go` checks
+        the high watermark, against the end of the retention frame, which lies behind all that may go.
         """
         message_log = self.log
         if len(message_log.bases) < 2 or message_log.damage is not None:
@@ -537,7 +544,7 @@ class Node(Generic[M]):
         return end > min(needed)
 
     def set_disk_full(self, is_full: bool) -> None:
-        """Set or clear the disk reason. Called in each tick, so a new mastership gets it, too."""
+        """Set or clear the disk reason. Called in each tick, so that a new mastership gets the reason, too."""
         self.is_disk_full = is_full
         if self.master is None:
             return

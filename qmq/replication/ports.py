@@ -20,21 +20,21 @@ QUIET_MS = 1_000
 
 
 class Link(Protocol):
-    """One connection; `qmq.remoting.connection.Connection` is the real one."""
+    """Connection; the shipped one is `qmq.remoting.connection.Connection`."""
 
     peer: str
     writable: bool
     unacked_bytes: int
-    """Bytes of its batches that wait for both disks; kept by `qmq.server.producing`."""
+    """Bytes of the connection's batches that wait for enough disks; kept by `qmq.server.producing`."""
     owed_bytes: int
-    """Bytes of messages delivered to it and not sent yet; kept by `broker.delivery`."""
+    """Bytes of messages delivered to the connection and not sent yet; kept by `broker.delivery`."""
 
     sends_on: bool
-    """Another process of the installation accepted its messages before, and cannot refuse them any more."""
+    """Whether it sends messages on that another process of the installation accepted and cannot refuse any more."""
     produced: dict[str, int]
-    """Messages stored over it, by subject; kept by `qmq.server.producing`."""
+    """Number of messages stored over the connection, by subject; kept by `qmq.server.producing`."""
     ration: Ration
-    """Remaining allowance of its token for writes."""
+    """Remaining allowance of the connection's token for writes."""
 
     @property
     def is_open(self) -> bool: ...
@@ -49,7 +49,7 @@ class Link(Protocol):
 
 
 class Host(Protocol):
-    """The process around the core of one broker."""
+    """Process around the core of one broker."""
 
     def now_ms(self) -> int:
         """Return wall clock time, for timestamps in frames only."""
@@ -61,7 +61,7 @@ class Host(Protocol):
         """Call `Node.end_of_pass` once all packets received by now are handled."""
 
     def commit(self, commit: Commit) -> None:
-        """Perform it, then call `Node.committed`. A failure ends the process as fenced."""
+        """Perform a commit, then call `Node.committed`. A failure ends the process as fenced."""
 
     def read(self, job: Callable[[], Any], done: Callable[[Any | LogError], None]) -> None:
         """Run a blocking read elsewhere, then call `done` with its result or its LogError."""
@@ -73,4 +73,4 @@ class Host(Protocol):
         """Send HELLO on the slave's connection; the answer goes to `Node.agreed`."""
 
     def role_changed(self) -> None:
-        """Connect, or stop: the node's role or its master changed."""
+        """Connect to the master, or disconnect, after the node's role or its master changed."""

@@ -1,8 +1,8 @@
-"""Core. The slaves of a master, up to four: whether enough of them count, and when the mastership begins.
+"""Core. Slaves of a master, up to four: whether enough of them count, and when the mastership begins.
 
 Before it begins, slaves restore frames that the master lost, one slave after the other. Then the master writes its
-epoch frame, and later bytes are its own. It waits a moment for all slaves of its row: a slave never gives up frames
-that it confirmed, so frames that only one slave has would contradict the master's later.
+epoch frame, and later bytes are its own. It waits a moment for all slaves of its row, because a slave never gives up
+frames that it confirmed. Frames that only a late slave has would contradict the master's.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from qmq.types import Epoch
 log = logging.getLogger(__name__)
 
 OTHERS_WAIT_MS = 1_000
-"""Delay of a mastership with enough slaves for those without a hello: running slaves connect again within a tenth of
+"""Time for which a mastership with enough slaves waits for the others. Running slaves connect again within a tenth of
 it.
 """
 
 
 class Slaves:
-    """The slaves of one mastership. Made by the master; ends with the mastership.
+    """Slaves of one mastership. Made by the master; ends with the mastership.
 
     Args:
         matched: called when a slave begins to count.
-        wait_ms: time to wait before going on without any slave.
-        count: slaves in the metaserver's row.
+        wait_ms: time to wait before the mastership begins without any slave.
+        count: number of slaves in the metaserver's row.
         rejoin_wait_ms: time to wait for each slave that was in sync at the last report.
     """
 
@@ -65,11 +65,11 @@ class Slaves:
         self._must_match = mastership.log.is_empty or mastership.log.is_tail_cut or not identity.value.complete
         self._began_ms = mastership.host.monotonic_ms()
         self._begins_at = NEVER
-        """Offset of our epoch frame, once the mastership has begun."""
+        """Offset of the epoch frame, once the mastership has begun."""
         self.restored_from = mastership.log.end
-        """Frames behind it were restored by slaves, until the mastership begins."""
+        """Offset behind which slaves restored the frames, until the mastership begins."""
         self._held_end = 0
-        """A slave has our frames before it: it confirmed them in this mastership, or sends them."""
+        """Offset before which a slave has the master's frames: it confirmed them in this mastership, or sends them."""
         self._watches: dict[str, SlaveWatch] = {}
         self.fill_orders = FillOrders()
         if self._count == 1:
@@ -95,14 +95,14 @@ class Slaves:
 
     @property
     def lack_room(self) -> bool:
-        """Whether disks of slaves that count are nearly full, and too few others count."""
+        """Whether disks of counting slaves are nearly full, and too few other slaves count."""
         in_sync = self.in_sync
         roomy = sum(not watch.is_disk_full for watch in in_sync)
         return roomy < len(in_sync) and roomy < self._mastership.gate.min_copies - 1
 
     @property
     def confirmed_end(self) -> int | None:
-        """Offset from which a slave still needs the log; None: none is connected."""
+        """Offset from which a slave still needs the log; None if no slave is connected."""
         ends = [watch.confirmed_end for watch in self._watches.values() if watch.confirmed_end is not None]
         return min(ends, default=None)
 
@@ -144,7 +144,7 @@ class Slaves:
             watch.confirm(link, packet)
 
     def restore(self, link: Link, packet: Packet) -> None:
-        """Append frames that we lost and a slave still has."""
+        """Append frames that the master lost and a slave still has."""
         if (watch := self._restoring_on(link)) is None:
             link.close("no slave is restoring from this link: frames refused")
         else:
@@ -188,30 +188,30 @@ class Slaves:
         self._mastership.frame_bytes_max = min((watch.frame_bytes_max for watch in watches), default=FRAME_BYTES_MAX)
 
     def compared(self) -> None:
-        """Begin the mastership if it may: a slave follows, or has no more frames than we."""
+        """Begin the mastership if it may, after a slave was compared with the master."""
         self._begin_if_due(self._mastership.host.monotonic_ms())
 
     def fenced(self, known: Epoch) -> None:
-        """Stop: a slave has a newer epoch."""
+        """Stop the mastership, because a slave has a newer epoch."""
         self._mastership.readonly.change(Reason.FENCED, True)
         self.fenced_by = known
         log.warning("master fenced group=%s epoch=%s by=%s", self._mastership.group, self._mastership.epoch, known)
 
     def may_yield(self, offset: int) -> bool:
-        """Return whether only this copy has our frames from `offset` on.
+        """Return whether only this copy has the master's frames from `offset` on.
 
-        With one slave, true. Another of several may have confirmed frames of an earlier mastership of ours there,
-        until all slaves of the row sent hellos without it.
+        True with one slave. Of several slaves, another may have confirmed frames of an earlier mastership of this copy,
+        until all slaves of the row sent hellos that show the contrary.
         """
         shared = [watch.shared_end for watch in self._watches.values() if watch.shared_end is not None]
         is_nobodys = len(shared) == self._count and max(shared) <= offset
         return self._count == 1 or (self._held_end <= offset and (offset >= self._begins_at or is_nobodys))
 
     def is_restoring_from(self, other: SlaveWatch, hello: Hello) -> bool:
-        """Return whether a slave besides `other`, the sender of `hello`, restores our log and should continue.
+        """Return whether a slave besides `other`, the sender of `hello`, restores the master's log and should continue.
 
-        A slave with frames of a newer epoch comes first: frames that an older master wrote alone would contradict
-        them.
+        A slave with frames of a newer epoch comes first, because frames that an older master wrote alone would
+        contradict its frames.
         """
         for watch in self._watches.values():
             restoring = watch.follower.restoring
@@ -223,23 +223,23 @@ class Slaves:
         return False
 
     def lacks(self, point: Point) -> None:
-        """Stop slaves that lack an acknowledged point, too, from restoring: their frames would contradict it."""
+        """Drop slaves that restore the log but lack the acknowledged point, too: their frames would contradict it."""
         for watch in self._watches.values():
             restoring = watch.follower.restoring
             if restoring is not None and not restoring.hello.has(point):
                 watch.drop("this master and the slave lack acknowledged frames; connect again")
 
     def yields(self, offset: int) -> None:
-        """Record that our frames from `offset` on contradict a slave's confirmed frames."""
+        """Record that the master's frames from `offset` on contradict a slave's confirmed frames."""
         self.yields_from = offset
 
     def holds(self, end: int) -> None:
-        """Record that a slave confirmed all up to `end`, or has it and sends it."""
+        """Record that a slave has all up to `end`: it confirmed that, or sends it."""
         self._held_end = max(self._held_end, end)
 
     def apply_orders(self, orders: FillOrders, awaited: frozenset[str] = frozenset()) -> None:
-        """Apply which slaves may be filled and which to wait for. A slave that waits to be filled, or must stop, sends
-        another hello and gets a new answer.
+        """Apply the orders which slaves may be filled, and the slaves to wait for. A slave that may be filled now, or
+        must stop, sends another hello and gets a new answer.
         """
         self.fill_orders = orders
         self._awaited = awaited
@@ -252,7 +252,7 @@ class Slaves:
                 slave.shipper.ship()
 
     def committed(self, end: int, chain: int) -> None:
-        """Record that our disk has everything before `end`."""
+        """Record that the master's disk has everything before `end`."""
         for watch in self._watches.values():
             if watch.follower.restoring is not None:
                 watch.confirm_restored(end, chain)
@@ -272,7 +272,7 @@ class Slaves:
         self._begin_if_due(now_ms)
 
     def remember_point(self) -> None:
-        """Record the acknowledged point and send it to the slaves: all remember it outside the log."""
+        """Record the acknowledged point and send it to the slaves. All copies store it outside the log."""
         if (point := self._mastership.gate.point) is not None:
             self._identity.points.acknowledged(point)
             for watch in self._watches.values():
@@ -284,9 +284,9 @@ class Slaves:
             watch.drop("the mastership is over")
 
     def _begin_if_due(self, now_ms: int) -> None:
-        """Begin once all slaves were compared, or enough of them and the others stay away, or none comes in time.
+        """Begin once all slaves were compared, or enough of them while the others stay away, or no slave came in time.
 
-        A slave with a log that parts from ours before its end has no frames that our disk may have lost.
+        A slave whose log parts from the master's before its end has no frames that the master's disk may have lost.
         """
         watches, points = self._watches.values(), self._identity.points
         if self._mastership.has_begun:
@@ -312,23 +312,24 @@ class Slaves:
     def _missing(self) -> str:
         """Return the slaves that were in sync at the last report and have not been compared since, as text.
 
-        Our disk may have lied about its last fsync. Then only one of these may have acknowledged frames, and the
-        first slave to come may be another one, which lagged. A slave with a log that parts from ours may be it, too.
+        The master's disk may have lost frames that it reported as fsynced. Then only one of these slaves may have them,
+        and the first slave that connects may be another one, which lagged. A slave whose log parts from the master's
+        may be the one, too.
         """
         compared = {watch.name for watch in self._watches.values() if watch.is_compared}
         return ", ".join(sorted(self._awaited - compared))
 
     @property
     def _enough(self) -> int:
-        """Slaves needed for an early begin. Acknowledged frames are on `min_copies` copies; if our own disk may have
-        lost them, at least one of these slaves must have them.
+        """Number of slaves needed for an early begin. Acknowledged frames are on `min_copies` copies. If the master's
+        disk may have lost them, at least one of these slaves must have them.
         """
         min_copies = self._mastership.gate.min_copies
         needed = min_copies - 1
         return max(needed, self._count + 1 - needed) if self._must_match else needed
 
     def _begin(self, why: str) -> None:
-        """Write the epoch frame: later bytes are this mastership's own."""
+        """Begin the mastership: write the epoch frame, behind which all frames are its own."""
         mastership = self._mastership
         if self._rejoin_wait_ms and (missing := self._missing()):
             log.error(
@@ -342,7 +343,7 @@ class Slaves:
         if mastership.at_begin is not None:
             mastership.at_begin()
         self._begins_at = mastership.log.end
-        self._held_end = min(self._held_end, self._begins_at)  # we lack frames that a slave was to send and did not
+        self._held_end = min(self._held_end, self._begins_at)  # without the frames that a slave was to send and did not
         self._identity.completed(True)
         self._identity.points.beginning(mastership.log.end)
         mastership.log.tail_is_whole()

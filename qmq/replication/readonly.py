@@ -55,5 +55,5 @@ WAY_OUT = {
 
 
 def explain(reason: str) -> str:
-    """Return a reason with its meaning and remedy; one of a later version unchanged."""
+    """Return a reason with its meaning and remedy. A reason of a later version is returned unchanged."""
     return WAY_OUT[Reason(reason)] if reason in list(Reason) else reason

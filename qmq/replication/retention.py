@@ -1,9 +1,9 @@
 """Core. Agreed deletion: the master decides in a retention frame (qmq.log.retention), and the copies follow.
 
-It decides only while its slave is in sync and the clocks of both and of the metaserver agree. So one wrong clock
-deletes nothing. Later neither: a segment's age counts from the agreed time of the retention frame behind it, not
-from the times in its frames. So each closed segment gets one, which may only state the time. A log without such frames
-begins to age with the first.
+It decides only while enough slaves are in sync and the clocks of the copies and of the metaserver agree. So one wrong
+clock deletes nothing. A past wrong clock deletes nothing either: a segment's age counts from the agreed time of the
+retention frame behind it, not from the times in its frames. So each closed segment gets a retention frame, if only to
+state the time. A log without such frames begins to age with the first one.
 
 Keeps I26.
 """
@@ -23,7 +23,7 @@ AGE, SIZE = "age", "size"
 
 
 class Due(NamedTuple):
-    """A due deletion: everything before `start`, its rule, and the messages that groups lose unconsumed."""
+    """Due deletion of everything before `start`: its rule, and the messages that groups lose unconsumed."""
 
     start: int
     rule: str
@@ -34,7 +34,7 @@ class Keeper(Protocol):
     """Retention rules of a process for its log's contents. Made by its main."""
 
     def due(self, message_log: MessageLog, now_ms: int) -> Due | None:
-        """Return the due deletion, as master; `now_ms` was agreed on. Raises CorruptFrame: this copy is damaged."""
+        """Return the due deletion, as master, at the agreed time; raises CorruptFrame if this copy is damaged."""
 
     def used_from(self, message_log: MessageLog) -> int:
         """Return the offset from which this process still reads its own copy."""
@@ -60,7 +60,7 @@ def _rule(message_log: MessageLog, begin: int, end: int, settings: CopySettings,
 def decide(
     message_log: MessageLog, keeper: Keeper, *, now_ms: int, ahead_ms: dict[str, int], high_watermark: int
 ) -> RetentionDecision | None:
-    """Return the decision that the master of a group in sync should append now; None: nothing is due. The clocks agree.
+    """Return the decision that a master should append now, or None if nothing is due. Slaves are in sync, clocks agree.
 
     Args:
         high_watermark: the master's own, which is newer than that in the log's frames.

@@ -1,6 +1,6 @@
 """Core. State of a process in its group, as a table, and its changes by operators: swap and failover.
 
-HELD survives a role that ends and begins again: a slave must not confirm to a master that was declared gone.
+HELD remains when the role ends and begins again, because a slave must not confirm to a master that was declared gone.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class NodeState(Enum):
     IDLE = auto()  # no role: no assignment yet, or the log waits for its repair
     MASTER = auto()
-    DRAINING = auto()  # a master that accepts nothing new, so that its slave gets everything
-    PROMISED = auto()  # a drained master that promised not to be one before the row has a newer term
+    DRAINING = auto()  # a master that accepts nothing new, so that its slave can get everything
+    PROMISED = auto()  # a drained master that promised to be no master before the row has a newer term
     YIELDING = auto()  # frames that this copy wrote alone are about to be cut; no role until then
     SLAVE = auto()
     HELD = auto()  # a slave that follows no master: a failover may promote it, or another one
@@ -84,7 +84,7 @@ NODE = TransitionTable(
 
 
 class NodeLife(Machine[NodeState]):
-    """The states of one process. Made and moved by its `Node`."""
+    """States of one process. Made by its `Node`, which enters them."""
 
     __slots__ = ()
 
@@ -93,16 +93,16 @@ class NodeLife(Machine[NodeState]):
 
 
 class RoleChange:
-    """Swap and failover of one process, as its metaserver asks for them. Made by the node; lives as long as it."""
+    """Swap and failover of one process, as requested by the metaserver. Made by the node; ends with it."""
 
     def __init__(self, node: Node[Any]) -> None:
         self._node = node
         self._until_ms = 0
-        """When draining or holding ends by itself."""
+        """Time when draining or holding ends by itself."""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether `tick` has a deadline to watch."""
+        """Whether `tick` has a deadline to check."""
         return self._node.life.state in (NodeState.DRAINING, NodeState.HELD)
 
     @property
@@ -123,10 +123,10 @@ class RoleChange:
             self._node.host.role_changed()
 
     def prepare_swap(self, term: int, hold_ms: int, *, target: str = "") -> None:
-        """Take nothing new, so that the slave gets everything; the host waits for `is_drained_to`.
+        """Accept nothing new, so that the slave can get everything; the host waits for `is_drained_to`.
 
         Args:
-            target: incarnation of the slave to promote; empty: the only one.
+            target: incarnation of the slave to promote; empty for the only slave.
 
         Raises:
             OperatorError: roles cannot be swapped now; the text gives the reason.
@@ -144,7 +144,7 @@ class RoleChange:
         self._until_ms = node.host.monotonic_ms() + hold_ms
 
     def promise_swap(self, term: int, *, target: str = "") -> None:
-        """Be no master before the row has this term, or a newer one: the slave has everything.
+        """Promise to be no master before the row has this term or a newer one, once the slave has everything.
 
         With two copies the promotion of the slave is enough: no third copy can confirm.
 
@@ -160,7 +160,7 @@ class RoleChange:
         node.identity.promise(term)
 
     def cancel_swap(self) -> None:
-        """Continue as master, unless a newer term was promised: another copy may be the master of that."""
+        """Continue as master, unless a newer term was promised, in which another copy may be the master."""
         node = self._node
         may_resume = node.master is not None and node.master.epoch.term >= node.identity.value.promised
         event = NodeEvent.SWAP_ENDED if may_resume else NodeEvent.SWAP_PROMISED
@@ -179,15 +179,16 @@ class RoleChange:
         promised_term: int = 0,
         master_gone: bool = False,
     ) -> None:
-        """Follow no master for `hold_ms`: that of `term` counts as gone. This copy's log is final then.
+        """Follow no master for `hold_ms`, because the master of `term` counts as gone. This copy's log is final then.
 
         Args:
-            promised_term: durably, follow no master of an older term, and be none; 0: of two copies,
-                no third one can confirm anything to the old master.
-            silent_ms: a master that sent something within this time is not gone.
-            heard_ms_ago: age of its last packet; None: there is no link.
-            master_gone: an operator asserts that the master never returns. Then the copy counts as it was before its
-                process began, too: only the operator can exclude that its disk was put back since.
+            promised_term: store the promise to follow no master of an older term, and to be none. 0 for two copies,
+                where no third copy can confirm anything to the old master.
+            silent_ms: time within which a master that sent something does not count as gone.
+            heard_ms_ago: age of the master's last packet, or None without a link.
+            master_gone: whether an operator asserts that the master never returns. Then a copy that has not been in
+                sync since its process began may be promoted, too: only the operator can exclude that its disk was
+                restored to an older state.
 
         Raises:
             OperatorError: this slave has a master, or may not become one. State is unchanged.
@@ -208,6 +209,6 @@ class RoleChange:
         node.host.role_changed()
 
     def end_hold(self) -> None:
-        """Follow a master again; no change if no hold is on."""
+        """Follow a master again. Does nothing without a hold."""
         if self._node.life.state is NodeState.HELD:
             self._node.move(NodeEvent.HOLD_ENDED)

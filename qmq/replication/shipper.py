@@ -1,7 +1,7 @@
-"""Core. Shipper: sends one copy's frames to another, master to slave, and back when a master lost some.
+"""Core. Shipper: sends one copy's frames to another, from master to slave, or back if a master lost some.
 
-New frames come out of the log's tail without touching a disk. For a receiver that is behind they are read from disk, at
-a bounded rate, until the tail covers it. Unconfirmed bytes are bounded by the receiver's memory.
+New frames come from the log's tail, without a disk. For a receiver that is further behind, frames are read from disk,
+at a bounded rate, until the tail has the rest. Unconfirmed bytes are bounded by the receiver's memory.
 
 Keeps I4.
 """
@@ -83,7 +83,7 @@ class Shipper:
         """Record that the receiver's disk has everything before `end`, with this chain.
 
         Raises:
-            Diverged: no point that was sent, or not our chain: the copies differ.
+            Diverged: no frames ending at `end` were sent, or the chain differs, so the copies differ.
         """
         while self._sent and self._sent[0][0] < end:
             self._sent.popleft()

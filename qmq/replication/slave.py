@@ -1,9 +1,9 @@
-"""Core. The slave of a broker group: it makes its log equal to its master's, fsyncs it, and confirms that.
+"""Core. Slave of a broker group: it makes its log equal to its master's, fsyncs it, and confirms that.
 
-It confirms the point up to which it matched, never its own length. Bytes that it has to cut go to quarantine first, and
-it never cuts frames below its acknowledged point. Facts of a state are in its class (`Following`, …). A packet that
-does not belong to the present state is refused: a slave that follows takes no second snapshot, and one that restores
-its master confirms nothing.
+It confirms the offset up to which the logs match, never the length of its own log. Bytes that it has to cut go to
+quarantine first, and it never cuts frames below its acknowledged point. Facts of a state are in its class (`Following`,
+…). A packet that does not belong to the present state is refused: a slave that follows takes no second snapshot, and
+one that restores its master confirms nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SlaveState(Enum):
     HELLO_SENT = auto()
     FOLLOWING = auto()  # it takes frames and confirms them
     UNFILLED = auto()  # the master fills it once an operator allows that; its copy stays as it is
-    AWAITING_SNAPSHOT = auto()  # its copy begins anew at the begin of the master's
+    AWAITING_SNAPSHOT = auto()  # its copy begins anew at the begin of the master's log
     RESTORING = auto()  # it sends frames that the master lost
 
 
@@ -96,7 +96,7 @@ class Following:
     link: Link
     agreement: Agreement
     is_complete: bool = False
-    """Whether our log reached the master's end of this handshake."""
+    """Whether the slave's log has reached the master's end of this handshake."""
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +112,7 @@ class AwaitingSnapshot:
 
 @dataclass(slots=True, eq=False)
 class Restoring:
-    """`shipper`: sends our frames to the master."""
+    """Facts of RESTORING. `shipper`: sends the slave's frames to the master."""
 
     link: Link
     shipper: Shipper
@@ -132,7 +132,7 @@ _FACTS: dict[SlaveState, type[Facts]] = {
 
 
 class SlaveLife(Life[SlaveState, Facts]):
-    """One slave's states. Made and moved by `Slave`."""
+    """States of one slave. Made by its `Slave`, which enters them."""
 
     __slots__ = ("link", "restoring")
 
@@ -141,7 +141,7 @@ class SlaveLife(Life[SlaveState, Facts]):
         self.link: Link | None = None
         """The connection to the master, or None."""
         self.restoring: Shipper | None = None
-        """Shipper of our frames to a master that lost some, or None."""
+        """Shipper of the slave's frames to a master that lost some, or None."""
 
     def enter(self, event: object, now: Facts, *, at_ms: int) -> SlaveState:
         after = super().enter(event, now, at_ms=at_ms)
@@ -156,7 +156,7 @@ _DELETING = "the slave is deleting segments; connect again to change its log"
 
 
 class Slave:
-    """The role of one slave. Made by the node when it is assigned; its links are made by the host, one at a time."""
+    """Role of one slave. Made by the node when it is assigned; the host makes its links, one at a time."""
 
     def __init__(
         self,
@@ -178,11 +178,13 @@ class Slave:
         self._may_be_behind = may_be_behind
         self.life = SlaveLife()
         self.has_matched = False
-        """Whether our log reached, since this role began in this process, the master's end of a handshake: it lacks no
-        frame acknowledged since.
+        """Whether the slave's log reached a master's end of a handshake since this role began in this process. Then it
+        lacks no frame acknowledged since.
         """
         self.parted_at: int | None = None
-        """Offset where our log parts from the master's, if both copies confirmed theirs at the last handshake."""
+        """Offset where the slave's log parts from the master's, if at the last handshake both copies had confirmed
+        their frames.
+        """
         self._ticked_ms = host.monotonic_ms()
 
     @property
@@ -191,12 +193,12 @@ class Slave:
 
     @property
     def is_unfilled(self) -> bool:
-        """Whether its copy has to be filled, and an operator has not allowed that."""
+        """Whether the slave's copy must be filled, and an operator has not allowed that."""
         return isinstance(self.life.now, Unfilled)
 
     @property
     def shipped_end(self) -> int | None:
-        """Offset from which a master that lost frames still needs our log; None if it lost none."""
+        """Offset from which a master that lost frames still needs this log; None if it lost none."""
         return None if (shipper := self.life.restoring) is None else shipper.confirmed_end
 
     def connected(self, link: Link) -> None:
@@ -236,11 +238,11 @@ class Slave:
         self._host.hello(hello.encode())
 
     def agreed(self, link: Link, body: memoryview) -> None:
-        """Handle the master's answer to our hello.
+        """Handle the master's answer to the slave's hello.
 
         Raises:
-            Fenced: an older master; we do not follow it.
-            Diverged: we would have to cut acknowledged frames, or the chains differ. Nothing was changed.
+            Fenced: the master is older than one that this slave has followed, or promised to follow.
+            Diverged: the slave would have to cut acknowledged frames, or the chains differ. Nothing was changed.
         """
         if not isinstance(self.life.now, HelloSent) or link is not self.life.now.link:
             return  # an answer to an earlier connection
@@ -273,8 +275,8 @@ class Slave:
             self._restore(link, agreement)
 
     def _compare(self, point: Point | None) -> None:
-        """Check that our log has the acknowledged point of the master. It must, if this copy once had all frames of its
-        masters and nothing is acknowledged without it.
+        """Check that the slave's log has the acknowledged point of the master. It must have it if this copy once had
+        all frames of its masters and nothing is acknowledged without it.
         """
         if (
             point is not None
@@ -299,7 +301,7 @@ class Slave:
                 raise CorruptFrame(self._log.end, "read back after a cut, this copy is damaged before it")
 
     def _keep_confirmed(self, offset: int) -> None:
-        """Raise Diverged if we confirmed frames from `offset` on: they may be acknowledged (I5)."""
+        """Raise Diverged if this copy confirmed frames from `offset` on, because they may be acknowledged (I5)."""
         kept_end = self._identity.points.keeps(self._log)
         if offset < kept_end:
             self.parted_at = offset
@@ -349,7 +351,7 @@ class Slave:
         """Handle a packet of the master; refuse one of any other link.
 
         Raises:
-            CorruptFrame: the frames do not continue our log; the link must be made anew.
+            CorruptFrame: the frames do not continue the slave's log; close the link and connect again.
         """
         now = self.life.now
         if link is not self.life.link:
@@ -375,7 +377,7 @@ class Slave:
         if not self._log.is_idle:
             return awaiting.link.close(_DELETING)
         self._log.seed(base, snapshot, "seeded-anew", start=awaiting.agreement.master_start)
-        self._identity.points.seeding()  # not earlier: of the old log it would record that all was confirmed
+        self._identity.points.seeding()  # not earlier: it would record that all frames of the old log were confirmed
         log.warning("seeding group=%s from=%d: the old copy is in quarantine", self._group, base)
         self._enter(SlaveEvent.SNAPSHOT, Following(awaiting.link, awaiting.agreement))
         self._confirm(self._log.end, self._log.chain)
@@ -389,7 +391,7 @@ class Slave:
             restoring.shipper.ship()
 
     def _acknowledged(self, confirmation: Confirmation) -> None:
-        """Record that the master acknowledged frames that we confirmed."""
+        """Record that the master acknowledged frames that this slave confirmed."""
         if confirmation.epoch == self._identity.value.epoch and confirmation.matched_end <= self._log.flushed_end:
             self._identity.points.acknowledged(Point(confirmation.epoch, confirmation.matched_end, confirmation.chain))
 
@@ -397,14 +399,14 @@ class Slave:
         """Do nothing: the node starts the fsync."""
 
     def committed(self, commit: Commit) -> None:
-        """Record that our disk has everything before the commit's end."""
+        """Record that the slave's disk has everything before the commit's end."""
         if self.is_following:
             self._confirm(commit.end, commit.chain)
         else:
             self._say_hello()
 
     def _confirm(self, end: int, chain: int) -> None:
-        """Confirm to the master that both logs match up to `end` on our disk."""
+        """Confirm to the master that both logs match up to `end`, on this slave's disk."""
         now = self.life.now
         assert isinstance(now, Following)
         if not now.is_complete and end >= now.agreement.master_end:
@@ -416,7 +418,7 @@ class Slave:
         now.link.push(Command.CONFIRM, commands.encode_confirmation(confirmation))
 
     def found_damage(self, problem: CorruptFrame) -> None:
-        """Record a frame that was whole once and is unreadable now."""
+        """Record a damaged frame."""
         if self._log.stored.is_damaged(problem):
             self._log.damaged_at(problem)
 
@@ -431,7 +433,7 @@ class Slave:
             shipper.ship()
 
     def leave_master(self, why: str) -> None:
-        """Confirm nothing more to the present master; the host connects again when it may."""
+        """Confirm nothing more to the present master. The host connects again when it may."""
         if (link := self.life.link) is not None:
             self._enter(SlaveEvent.LOST, Disconnected())
             link.close(why)
