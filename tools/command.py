@@ -106,8 +106,8 @@ class Command:
     """
     is_local: bool = False
     """Reads files of this machine only; needs neither metaserver nor token."""
-    needs: Callable[[Words], str] = lambda _: ""
-    """Return the fault in the combination of these words, or an empty text."""
+    fault_of: Callable[[Words], str] = lambda _: ""
+    """Return the fault in the combination of options, or an empty text."""
 
     @property
     def asks(self) -> str:
@@ -140,7 +140,7 @@ def of_action(
     more: tuple[Option, ...] = (),
     secret_unless: Callable[[Words], bool] = lambda _: False,
     keep: Callable[[Any], tuple[str, dict[str, Any]]] | None = None,
-    needs: Callable[[Words], str] = lambda _: "",
+    fault_of: Callable[[Words], str] = lambda _: "",
 ) -> Command:
     """Make the command of a metaserver's action from its entry in `qmq.commands`.
 
@@ -163,7 +163,7 @@ def of_action(
         has_details=action.has_details,
         timeout_s=max(usual_s, action.wait_ms / 1000 + ANSWER_MARGIN_S),
         keep=keep,
-        needs=needs,
+        fault_of=fault_of,
     )
 
 

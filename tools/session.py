@@ -54,7 +54,7 @@ class Session:
     def open(cls, options: argparse.Namespace) -> Session:
         """Read the token, secrets and files. Raises NoInput, CannotAsk."""
         command: Command = options.command
-        if problem := command.needs(command.words(options.values)):
+        if problem := command.fault_of(command.words(options.values)):
             raise NoInput(problem)
         dry_run, yes = getattr(options, "dry_run", False), getattr(options, "yes", False)
         if command.changes and not dry_run and not yes and not is_interactive(sys.stdin):

@@ -103,7 +103,7 @@ _SOURCES = (
 )
 
 
-def _says_which(words: Mapping[str, str]) -> str:
+def _filter_fault(words: Mapping[str, str]) -> str:
     return "" if {"id", "property", "tag", "since", "until"} & words.keys() else "no filter: --help lists the options"
 
 
@@ -163,6 +163,6 @@ AUDIT = (
         ),
         runs="qmq.tools.verification:read_logs",
         is_local=True,
-        needs=_says_which,
+        fault_of=_filter_fault,
     ),
 )

@@ -106,7 +106,7 @@ def _moved(data: Any) -> Iterable[Block]:
     )
 
 
-def _position_is_named_once(words: Mapping[str, str]) -> str:
+def _position_fault(words: Mapping[str, str]) -> str:
     if ("code" in words) == ("to" in words):
         return "name the new position once: --action=1|2, or --to=earliest|latest|sequence|time"
     to, with_value = words.get("to"), words.get("to") in ("sequence", "time")
@@ -175,7 +175,7 @@ CONSUMERS = (
         "--subject=order.changed --group=billing --to=time --value=2026-01-31T12:00:00Z",
         _reset,
         look="Consumers --subject={subject} --group={group}",
-        needs=_position_is_named_once,
+        fault_of=_position_fault,
     ),
     of_action(
         "RemoveConsumerGroup",

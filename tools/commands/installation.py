@@ -303,7 +303,7 @@ _OLDER = Option("older", "seconds after which a waiting row counts as stuck", "6
 _WATCHDOG = Option("watchdog", "host:port of the active watchdog, if its own address is unreachable", default="")
 
 
-def _retries_something(words: Mapping[str, str]) -> str:
+def _ids_fault(words: Mapping[str, str]) -> str:
     ids = words.get("ids", "")
     if ids and "database" not in words:
         return "--ids belong to one database: name it with --database"
@@ -351,6 +351,6 @@ OUTBOX = (
         "--database=mmm://db1:3306 --ids=17,18",
         _retried,
         look="OutboxStuck --room={room}",
-        needs=_retries_something,
+        fault_of=_ids_fault,
     ),
 )

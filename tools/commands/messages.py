@@ -26,7 +26,7 @@ _DEAD = Option("deadLetters", "show the dead letters of --group", "", Kind.FLAG,
 _DEAD_GROUP = Option("group", "consumer group of the dead letters", default="")
 
 
-def names_are_legal(words: Mapping[str, str]) -> str:
+def names_fault(words: Mapping[str, str]) -> str:
     """Return the fault in the names of subject and consumer group, or an empty text."""
     try:
         check_subject(words["subject"])
@@ -37,20 +37,20 @@ def names_are_legal(words: Mapping[str, str]) -> str:
     return ""
 
 
-def _first(*problems: str) -> str:
+def _first_of(*problems: str) -> str:
     return next(filter(None, problems), "")
 
 
-def _looks_at_one_place(words: Mapping[str, str]) -> str:
-    return _first(names_are_legal(words), *_dead_letters(words), *_positive(words))
+def _browse_fault(words: Mapping[str, str]) -> str:
+    return _first_of(names_fault(words), *_dead_letter_faults(words), *_number_faults(words))
 
 
-def _dead_letters(words: Mapping[str, str]) -> Iterator[str]:
+def _dead_letter_faults(words: Mapping[str, str]) -> Iterator[str]:
     if (words.get("deadLetters") == "true") != ("group" in words):
         yield "--deadLetters and --group go together: the dead letters of a consumer group"
 
 
-def _goes_elsewhere(words: Mapping[str, str]) -> Iterator[str]:
+def _destination_faults(words: Mapping[str, str]) -> Iterator[str]:
     if words.get("to"):
         try:
             check_name("subject", words["to"])
@@ -58,13 +58,13 @@ def _goes_elsewhere(words: Mapping[str, str]) -> Iterator[str]:
             yield str(error)
 
 
-def _positive(words: Mapping[str, str]) -> Iterator[str]:
+def _number_faults(words: Mapping[str, str]) -> Iterator[str]:
     for name in ("limit", "count", "rate"):
         if name in words and int(words[name]) == 0:
             yield f"--{name} is at least 1"
 
 
-def _sends_something(words: Mapping[str, str]) -> str:
+def _produce_fault(words: Mapping[str, str]) -> str:
     given = [name for name in ("property", "json-body", "body") if name in words]
     if "file" in words and (given or words.get("count", "1") != "1"):
         return "--file excludes the other messages: its lines are sent"
@@ -72,13 +72,13 @@ def _sends_something(words: Mapping[str, str]) -> str:
         return "nothing to send: give --property, --json-body, --body or --file"
     if "content-type" in words and "body" not in words:
         return "--content-type needs --body: it describes the body"
-    return _first(names_are_legal(words), *_positive(words))
+    return _first_of(names_fault(words), *_number_faults(words))
 
 
-def _consumes_for_somebody(words: Mapping[str, str]) -> str:
+def _consume_fault(words: Mapping[str, str]) -> str:
     if words.get("ack") == "true" and "group" not in words:
         return "--ack needs --group: without one there is no consumer group to keep a position for"
-    return _first(names_are_legal(words), *_positive(words))
+    return _first_of(names_fault(words), *_number_faults(words))
 
 
 MESSAGES = (
@@ -100,7 +100,7 @@ MESSAGES = (
             Option("dry-run", "check the messages, send none", "", Kind.FLAG, alone="true"),
         ),
         runs="qmq.tools.messages.client:produce",
-        needs=_sends_something,
+        fault_of=_produce_fault,
     ),
     Command(
         "Consume",
@@ -117,7 +117,7 @@ MESSAGES = (
             _FORMAT,
         ),
         runs="qmq.tools.messages.client:consume",
-        needs=_consumes_for_somebody,
+        fault_of=_consume_fault,
     ),
     Command(
         "Tail",
@@ -135,7 +135,7 @@ MESSAGES = (
             _FORMAT,
         ),
         runs="qmq.tools.messages.browse:tail",
-        needs=_looks_at_one_place,
+        fault_of=_browse_fault,
     ),
     Command(
         "Browse",
@@ -161,7 +161,7 @@ MESSAGES = (
             ),
         ),
         runs="qmq.tools.messages.browse:browse",
-        needs=_looks_at_one_place,
+        fault_of=_browse_fault,
     ),
     Command(
         "Redrive",
@@ -185,7 +185,7 @@ MESSAGES = (
         runs="qmq.tools.messages.redrive:run",
         changes=True,
         look="Browse --subject={subject} --deadLetters --group={group}",
-        needs=lambda words: _first(names_are_legal(words), *_goes_elsewhere(words), *_positive(words)),
+        fault_of=lambda words: _first_of(names_fault(words), *_destination_faults(words), *_number_faults(words)),
     ),
 )
 

@@ -119,7 +119,7 @@ def test_reset_offset_action_is_sent_as_code():
     """Weakness 33: QMQ's ResetOffset never sent a request, even with --action=1."""
     options = read("ResetOffset", "--metaserver=m", "--subject=s", "--group=g", "--action=1")
     words = {"action": "ResetOffset", "subject": "s", "group": "g", "code": "1"}
-    assert options.command.words(options.values).items() >= words.items() and options.command.needs(words) == ""
+    assert options.command.words(options.values).items() >= words.items() and options.command.fault_of(words) == ""
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_reset_offset_action_is_sent_as_code():
     ],
 )
 def test_reset_offset_takes_one_position(words, text):
-    assert text in read("ResetOffset", "--metaserver=m", "--subject=s", "--group=g").command.needs(words)
+    assert text in read("ResetOffset", "--metaserver=m", "--subject=s", "--group=g").command.fault_of(words)
 
 
 def test_help_lists_every_command_within_80_columns():
