@@ -138,12 +138,12 @@ def read_copies(
         WrongReport: a report or a name belongs to no broker of this group.
     """
     status = {f"{row['hostname']}:{row['servePort']}": row for row in replicas}
-    held = {f"{row['hostname']}:{row['servePort']}": row for row in reports}
+    report_of = {f"{row['hostname']}:{row['servePort']}": row for row in reports}
     rows = {f"{row['hostname']}:{row['servePort']}": row for row in brokers}
-    for name in (*held, *gone):
+    for name in (*report_of, *gone):
         if name not in rows:
             raise WrongReport(f"{name} is no broker of this group: {', '.join(rows) or 'it has none'}")
-    copies = [_copy(row, status.get(name, {}), held.get(name), name in set(gone)) for name, row in rows.items()]
+    copies = [_copy(row, status.get(name, {}), report_of.get(name), name in set(gone)) for name, row in rows.items()]
     return sorted(copies, key=lambda copy: copy.role not in MASTERS)
 
 
@@ -202,7 +202,7 @@ def decide(copies: Sequence[Copy], *, term: int = 0, min_copies: int = 2, rememb
         term, min_copies: of the group's row.
         remembered: acknowledged point stored by the metaserver.
     """
-    copies = [_held_against(copy, copies, remembered) for copy in copies]
+    copies = [_with_rollback(copy, copies, remembered) for copy in copies]
     known = max(remembered, *(copy.acknowledged for copy in copies))
     master = next((copy for copy in copies if copy.role in MASTERS), None)
     if master is None:
@@ -229,7 +229,7 @@ def decide(copies: Sequence[Copy], *, term: int = 0, min_copies: int = 2, rememb
     return _put_in_the_masters_place(kept, master, copies, known)
 
 
-def _held_against(copy: Copy, copies: Sequence[Copy], remembered: int) -> Copy:
+def _with_rollback(copy: Copy, copies: Sequence[Copy], remembered: int) -> Copy:
     """Return the copy, with the trouble `rolled_back` if its disk ends below the acknowledged point: it was restored
     from a backup. One slave of several may just lag. Running brokers report this trouble themselves.
     """

@@ -58,7 +58,6 @@ NAMED = {
     "held_bytes": "the metric qmq_broker_held_bytes",
     "_held": "route versions of a watcher: the field `held` of the watch request",
     "_held_end": "log end that enough copies hold",
-    "_held_against": "a check of one copy against others",
     "_note_held": "the metric qmq_broker_held_bytes",
     "_check_held_end": "field of SUBSCRIBE",
     "is_held": "a role change waits: the state HELD",
