@@ -41,7 +41,7 @@ class Unanswered(Exception):
         self.exit = exit_status
 
 
-def ended(session: Session, work: Callable[[Session], Awaitable[Exit]]) -> Exit:
+def run_on_loop(session: Session, work: Callable[[Session], Awaitable[Exit]]) -> Exit:
     """Run a command's work on a new event loop; report brokers that do not answer."""
 
     async def main() -> Exit:

@@ -20,7 +20,7 @@ from qmq.proto import qmq_pb2 as pb
 from qmq.subjects import dead_letter_subject
 from qmq.tools.call import Exit
 from qmq.tools.command import warning
-from qmq.tools.messages.brokers import Looker, Unanswered, ended, find_masters, looking
+from qmq.tools.messages.brokers import Looker, Unanswered, find_masters, looking, run_on_loop
 from qmq.tools.messages.lines import CELL_CHARS, PREVIEW_BYTES, line_of, message_json, to_json, words_of
 from qmq.tools.session import Session
 from qmq.tools.table import Block, Column, Table, moment
@@ -31,7 +31,7 @@ WHOLE_BYTES_MAX = 256 << 20
 
 
 def browse(session: Session) -> Exit:
-    return ended(session, _browse)
+    return run_on_loop(session, _browse)
 
 
 def subject_of(values: Mapping[str, str]) -> str:
@@ -160,7 +160,7 @@ _BEHIND_ALL = 1 << 62
 
 def tail(session: Session) -> Exit:
     try:
-        return ended(session, _tail)
+        return run_on_loop(session, _tail)
     except KeyboardInterrupt:
         return Exit.DONE
 

@@ -16,7 +16,7 @@ from qmq.message_sizes import BODY_BYTES_MAX
 from qmq.message_view import body_facts, body_json
 from qmq.tools.call import Exit
 from qmq.tools.files import STANDARD_STREAM, read_body
-from qmq.tools.messages.brokers import APP, Unanswered, ended, find_masters
+from qmq.tools.messages.brokers import APP, Unanswered, find_masters, run_on_loop
 from qmq.tools.messages.lines import PREVIEW_BYTES, line_of, message_json, to_json, typed_messages, words_of
 from qmq.tools.session import Session
 from qmq.tools.table import printable
@@ -28,7 +28,7 @@ SENT_AT_ONCE = 1_000
 
 def produce(session: Session) -> Exit:
     try:
-        return ended(session, _produce)
+        return run_on_loop(session, _produce)
     except KeyboardInterrupt:
         if session.values["dry-run"] == "true":
             raise
@@ -148,7 +148,7 @@ HAND_OVERS_MAX = 1_000_000
 
 def consume(session: Session) -> Exit:
     try:
-        return ended(session, _consume)
+        return run_on_loop(session, _consume)
     except KeyboardInterrupt:
         return Exit.DONE
 

@@ -22,7 +22,7 @@ from qmq.subjects import dead_letter_subject
 from qmq.tools.call import Exit
 from qmq.tools.command import bad, good, warning
 from qmq.tools.files import PrivateFile
-from qmq.tools.messages.brokers import Looker, Unanswered, ended, looking, masters_of_route
+from qmq.tools.messages.brokers import Looker, Unanswered, looking, masters_of_route, run_on_loop
 from qmq.tools.messages.lines import to_json, words_of
 from qmq.tools.session import Session
 from qmq.tools.table import Block, Column, Table
@@ -46,7 +46,7 @@ Bounds = tuple[int, int]
 
 def run(session: Session) -> Exit:
     try:
-        return ended(session, lambda opened: _Redrive(opened).run())
+        return run_on_loop(session, lambda opened: _Redrive(opened).run())
     except KeyboardInterrupt:
         complain("interrupted before anything was moved")
         return Exit.REFUSED
