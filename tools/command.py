@@ -110,14 +110,14 @@ class Command:
     """Return the fault in the combination of options, or an empty text."""
 
     @property
-    def asks(self) -> str:
+    def action_name(self) -> str:
         return self.action or self.name
 
     def words(self, values: Mapping[str, str]) -> dict[str, str]:
         """Return the parameters to send; empty values take the metaserver's default."""
         sent = {option.parameter: values[option.name] for option in self.options if not option.local}
         sent = {name: value for name, value in sent.items() if value != ""}
-        return {"action": self.asks, **sent, **({"details": "true"} if self.has_details else {})}
+        return {"action": self.action_name, **sent, **({"details": "true"} if self.has_details else {})}
 
     def wait_s(self, words: Words) -> float:
         """Return how long to wait for the answer."""

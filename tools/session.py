@@ -220,7 +220,7 @@ def _print_json(value: Any) -> None:
 
 _TIMES = ("updateTime", "created", "expires", "revoked")
 """Fields in milliseconds since 1970; 0: never."""
-_UNSAID = ("action", "dryRun", "details")
+_NOT_SHOWN = ("action", "dryRun", "details")
 NAMES_MAX = 12
 """Number of subject and group names shown; the count is always complete."""
 
@@ -232,7 +232,7 @@ def refusal(preview: Any) -> str:
 
 def show_plan(command: Command, words: Mapping[str, str], preview: Any) -> Iterable[Block]:
     """Yield the changes of a plan and the subjects, groups and clients that they affect."""
-    given = " ".join(f"{name}={_short(value)}" for name, value in words.items() if name not in _UNSAID)
+    given = " ".join(f"{name}={_short(value)}" for name, value in words.items() if name not in _NOT_SHOWN)
     yield f"{command.name} {given}"
     if not isinstance(preview, Mapping):
         return

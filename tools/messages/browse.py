@@ -41,7 +41,7 @@ def subject_of(values: Mapping[str, str]) -> str:
     return values["subject"]
 
 
-def wanted(values: Mapping[str, str], *, is_whole: bool) -> pb.BrowseRequest:
+def request_of(values: Mapping[str, str], *, is_whole: bool) -> pb.BrowseRequest:
     """Return the request for each broker. `is_whole`: with whole bodies where they fit into an answer."""
     return pb.BrowseRequest(
         since_ms=int(values.get("since") or 0),
@@ -94,7 +94,7 @@ class _Reader:
 async def _browse(session: Session) -> Exit:
     values = session.values
     limit, newest_first = int(values["limit"]), is_newest_first(values)
-    request = wanted(values, is_whole=session.as_json)
+    request = request_of(values, is_whole=session.as_json)
     request.begin, request.newest_first = int(values["sequence"] or 0), newest_first
     request.messages_max = min(max(limit, 1), 1_000)
     reader = _Reader(WHOLE_BYTES_MAX if session.as_json else 0)
@@ -220,7 +220,7 @@ class _Tail:
     async def _show_last(self, lookers: list[Looker]) -> list[int | None]:
         """Show the newest messages of all groups; return the end of each, None where no broker answers."""
         count = min(int(self._values["last"]), LAST_MAX)
-        request = wanted(self._values, is_whole=self._is_whole)
+        request = request_of(self._values, is_whole=self._is_whole)
         request.newest_first, request.messages_max = True, max(count, 1)
         request.begin = 0 if count else _BEHIND_ALL
         answers = await asyncio.gather(*(self._ask(looker, request) for looker in lookers))
@@ -236,7 +236,7 @@ class _Tail:
 
     async def _follow(self, looker: Looker, begin: int | None) -> None:
         """Print new messages of a broker group from `begin` on; None: since the start of this command."""
-        request = wanted(self._values, is_whole=self._is_whole)
+        request = request_of(self._values, is_whole=self._is_whole)
         request.begin, request.since_ms = begin or 0, 0 if begin is not None else self._began_ms
         while not self._is_full.is_set():
             answer = await self._ask(looker, request)

@@ -142,7 +142,7 @@ def _exit(outcomes: set[qmq.Outcome]) -> Exit:
 
 PULLED_AT_ONCE = 500
 FOR_EVER_S = 3_600.0
-HAND_OVERS_MAX = 1_000_000
+DELIVERIES_MAX = 1_000_000
 """Reading never makes a dead letter of a message."""
 
 
@@ -183,7 +183,7 @@ def _options(values: Mapping[str, str]) -> dict[str, Any]:
         "broadcast": not values["group"],
         "tags": words_of(values["tags"]),
         "start": _start(values["start"]),
-        "retries_max": HAND_OVERS_MAX,
+        "retries_max": DELIVERIES_MAX,
     }
     if limit := int(values["limit"] or 0):
         options["prefetch_messages"] = limit  # do not hold messages that will not be shown

@@ -69,7 +69,7 @@ def test_qmqs_defaults_are_kept():
 def test_every_action_has_a_command():
     """Four commands call brokers or watchdogs themselves; the console uses their actions."""
     assert sorted(
-        {*(command.asks for command in ASKING.values()), "Browse", "Produce", "Redrive", "OutboxStuck"}
+        {*(command.action_name for command in ASKING.values()), "Browse", "Produce", "Redrive", "OutboxStuck"}
     ) == sorted(ACTIONS)
 
 
@@ -86,7 +86,7 @@ def test_commands_are_unique():
 @every_asking_command
 def test_command_waits_longer_than_the_metaserver_takes(command):
     """Weakness 34: QMQ's tool gave up after 2 s, its server after 30: a failure was shown, the change made."""
-    action = ACTIONS[command.asks]
+    action = ACTIONS[command.action_name]
     assert command.wait_s({}) * 1000 >= action.wait_ms + 5_000
     if action.parameter(WAIT_PARAMETER):
         longest = action.parameter(WAIT_PARAMETER).most
@@ -96,7 +96,7 @@ def test_command_waits_longer_than_the_metaserver_takes(command):
 @every_asking_command
 @pytest.mark.parametrize("status", Status)
 def test_every_style_of_answer_is_understood(command, status):
-    action, data = ACTIONS[command.asks], {"dryRun": True}
+    action, data = ACTIONS[command.action_name], {"dryRun": True}
     text = render(action, Answer(status, "because", data), {"details": "true"}).text
     answer = read_answer(200, json.loads(text))
     ends = {Status.DONE: Exit.DONE, Status.REFUSED: Exit.REFUSED, Status.UNKNOWN: Exit.UNKNOWN}
