@@ -42,7 +42,7 @@ log = logging.getLogger("qmq.metaserver")
 
 LOOK_S = 0.1
 """Time between checks for silence while there may be some; heartbeats and changes wake the task at once."""
-AGAINS_S = (0.1, 0.2, 0.5, 1.0)
+RETRY_WAITS_S = (0.1, 0.2, 0.5, 1.0)
 """Waits between attempts while a master is gone. The first obstacle may be short: a slave that has not yet detected the
 closed connection to its master.
 """
@@ -164,7 +164,7 @@ class Failovers:
             is_first = state is FailoverState.MASTER_UP
             attempts.life.on(FailoverEvent.MASTER_GONE if is_first else FailoverEvent.WAIT_ENDED)
             attempts.tries += 1
-            attempts.again_at_s = now_s + AGAINS_S[min(attempts.tries, len(AGAINS_S)) - 1]
+            attempts.again_at_s = now_s + RETRY_WAITS_S[min(attempts.tries, len(RETRY_WAITS_S)) - 1]
             attempts.task = asyncio.create_task(self._try(name, attempts))
             attempts.task.add_done_callback(lambda _: self._ended(name, attempts))
 

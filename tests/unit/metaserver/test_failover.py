@@ -147,7 +147,7 @@ async def test_refused_failover_backs_off(world, monkeypatch):
 
     monkeypatch.setattr(failovers, "fail_over", fail_over)
     monkeypatch.setattr("qmq.metaserver.roles.failover.time", SimpleNamespace(monotonic=lambda: now_s))
-    monkeypatch.setattr("qmq.metaserver.roles.failover.AGAINS_S", (0.125, 0.25, 0.5, 1.0))
+    monkeypatch.setattr("qmq.metaserver.roles.failover.RETRY_WAITS_S", (0.125, 0.25, 0.5, 1.0))
     while now_s < 3:
         failovers._look()
         await asyncio.gather(*(attempts.task for attempts in failovers._attempts.values()))
