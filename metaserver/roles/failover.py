@@ -383,7 +383,7 @@ PROMISE_S = 3.0
 """Time that a promise waits for its promotion."""
 
 
-async def begin_life(registry: Registry, broker: Broker) -> None:
+async def begin_term_at_start(registry: Registry, broker: Broker) -> None:
     """Begin a new term if the broker that has just started is the master of several slaves.
 
     Raises:
@@ -401,7 +401,7 @@ async def begin_life(registry: Registry, broker: Broker) -> None:
         return
     for attempt in range(1, RENEW_TRIES_MAX + 1):
         group = registry.directory.groups.get(broker.group)
-        if group is None or not rules.needs_new_life(group, broker.key):
+        if group is None or not rules.needs_new_term(group, broker.key):
             return
         if (old := registry.old_row(group.name)) is not None:
             raise OperatorError(f"{broker.key} is the master of an old row: {old.found}; {old.remedy}")

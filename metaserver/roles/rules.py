@@ -333,7 +333,7 @@ def renew(group: Group, *, above: int) -> RoleChange:
     return replace(_unchanged(group), above=above)
 
 
-def needs_new_life(group: Group, key: BrokerKey) -> bool:
+def needs_new_term(group: Group, key: BrokerKey) -> bool:
     """Return whether a starting broker may act in a new term only: as the master of several slaves.
 
     Its disk may have been put back to before its mastership. The broker would use the same epoch again, and slaves with

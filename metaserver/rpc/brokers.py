@@ -82,7 +82,7 @@ class BrokerRpc:
         caller().require_group(broker.group)
         _check_group(broker, request)
         if request.begins:
-            await failover.begin_life(self._registry, broker)
+            await failover.begin_term_at_start(self._registry, broker)
         return broker
 
     async def Heartbeat(

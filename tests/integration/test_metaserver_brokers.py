@@ -59,7 +59,7 @@ async def test_stream_ends_when_a_copy_gets_the_part(world):
     await slave.stop()
     master.in_sync_with = ""
     await world.until(is_missing)
-    with mock.patch.object(failover, "begin_life", give_away):
+    with mock.patch.object(failover, "begin_term_at_start", give_away):
         error = await refusal(world.rpc.Register(slave.identity(begins=True), metadata=METADATA))
     assert error.code() == grpc.StatusCode.FAILED_PRECONDITION and "register again" in error.details()
 

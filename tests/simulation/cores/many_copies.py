@@ -50,7 +50,7 @@ class ManyCopies(Metaserver):
             return False
         if self._lives.get(name) is process:
             return True
-        if rules.needs_new_life(self.group, BrokerKey(name, 1)):
+        if rules.needs_new_term(self.group, BrokerKey(name, 1)):
             if not self.change(rules.renew(self.group, above=self._floor())):
                 return False
             self._events.count("master began a new life")

@@ -265,7 +265,7 @@ def confirms_after_promising(real: Any, self: RoleChange, term: int, **words: An
 plant(
     "cores",
     "master begins in its old term",
-    patch("qmq.metaserver.roles.rules.needs_new_life", lambda group, key: False),
+    patch("qmq.metaserver.roles.rules.needs_new_term", lambda group, key: False),
     first=3,
     copies=3,
 )

@@ -14,7 +14,7 @@ import pytest
 
 from qmq.errors import OperatorError, OutcomeUnknown
 from qmq.metaserver.model import BrokerKey
-from qmq.metaserver.roles.failover import Failovers, FailoverState, Promises, begin_life
+from qmq.metaserver.roles.failover import Failovers, FailoverState, Promises, begin_term_at_start
 from qmq.metaserver.roles.promotion import Refusal
 from qmq.metaserver.storage.changes import StaleTerm
 from qmq.metaserver.storage.database import DatabaseAway
@@ -292,10 +292,10 @@ async def test_starting_master_of_several_gets_new_term(three):
     directory = three.registry.directory
     before, *rest = row(three)
     a, b = (directory.find(BrokerKey(name, 20881)) for name in ("g1-a", "g1-b"))
-    await begin_life(three.registry, b)
+    await begin_term_at_start(three.registry, b)
     assert row(three)[0] == before, "a slave follows whoever is the master"
-    await begin_life(three.registry, a)
-    await begin_life(three.registry, a)
+    await begin_term_at_start(three.registry, a)
+    await begin_term_at_start(three.registry, a)
     assert list(row(three)) == [before + 2, *rest]
     assert [row.action for row in await three.audit()][:2] == ["NewTerm", "NewTerm"]
 
@@ -305,7 +305,7 @@ async def test_master_of_old_row_does_not_begin(three):
     before = row(three)
     three.beat("g1-b", incarnation="disk of g1-b", role=Role.MASTER, term=before[0] + 5)
     with pytest.raises(OperatorError, match="is the master of an old row"):
-        await begin_life(three.registry, three.registry.directory.find(BrokerKey("g1-a", 20881)))
+        await begin_term_at_start(three.registry, three.registry.directory.find(BrokerKey("g1-a", 20881)))
     assert row(three) == before
 
 
@@ -316,7 +316,7 @@ async def test_recent_slave_reads_the_row_again(world):
     await failovers.fail_over("g1")
     term, master, _ = row(world)
     assert row(other)[:2] == (term - 1, "g1-a") and master == "g1-c"
-    await begin_life(other.registry, other.registry.directory.find(BrokerKey("g1-c", 20881)))
+    await begin_term_at_start(other.registry, other.registry.directory.find(BrokerKey("g1-c", 20881)))
     assert row(other)[:2] == (term + 1, "g1-c")
 
 
@@ -330,8 +330,8 @@ async def test_master_of_several_needs_database_to_begin(three, monkeypatch):
     monkeypatch.setattr(three.registry.mirror, "catch_up", away)
     for broker in brokers[:2]:
         with pytest.raises(DatabaseAway):
-            await begin_life(three.registry, broker)
-    await begin_life(three.registry, brokers[2])
+            await begin_term_at_start(three.registry, broker)
+    await begin_term_at_start(three.registry, brokers[2])
 
 
 @pytest.mark.parametrize("name, begins, is_told", [("g1-a", True, False), ("g1-a", False, True), ("g1-b", True, True)])
@@ -371,9 +371,9 @@ async def test_registration_skips_hanging_database(three, monkeypatch):
     poll = asyncio.create_task(three.registry.mirror.catch_up())
     try:
         await asyncio.to_thread(hangs.wait)
-        await asyncio.wait_for(begin_life(three.registry, of_two), 10)
+        await asyncio.wait_for(begin_term_at_start(three.registry, of_two), 10)
         with pytest.raises(DatabaseAway, match="does not answer"):
-            await asyncio.wait_for(begin_life(three.registry, of_three), 10)
+            await asyncio.wait_for(begin_term_at_start(three.registry, of_three), 10)
     finally:
         goes_on.set()
     with pytest.raises(DatabaseAway, match="network is gone"):

@@ -517,8 +517,8 @@ def test_lagging_slave_is_complete_if_all_acknowledge():
 
 def test_only_master_of_several_needs_new_term():
     _, group = of_three()
-    assert rules.needs_new_life(group, MASTER.key) and not rules.needs_new_life(group, SLAVE.key)
-    assert not rules.needs_new_life(directory().groups["g1"], MASTER.key)
+    assert rules.needs_new_term(group, MASTER.key) and not rules.needs_new_term(group, SLAVE.key)
+    assert not rules.needs_new_term(directory().groups["g1"], MASTER.key)
     change = rules.renew(group, above=9)
     assert (change.term, change.new_term, change.brokers) == (7, 10, group.brokers)
 
