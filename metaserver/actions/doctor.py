@@ -31,7 +31,9 @@ from qmq.types import Role
 
 BY_OPERATOR = "operator"
 """Readonly reason that is no trouble: a mark or a drain, which its group's line shows."""
-NOT_HEARD = "its log has the reason: the metaserver's row contradicts its data directory, or no metaserver is reachable"
+NO_HEARTBEATS = (
+    "its log has the reason: the metaserver's row contradicts its data directory, or no metaserver is reachable"
+)
 REFUSALS_SHOWN = 3
 EXPIRES_SOON_MS = 14 * 24 * 3600 * 1000
 AT_ONCE = 100
@@ -139,7 +141,7 @@ async def _broker(desk: Desk, broker: Broker, ask: Ask, places: Mapping[str, str
     if refused := places.get(str(broker.key)):
         return check(False, "another process with its name is refused", refused)
     if not facts["up"]:
-        return check(False, "answers, but sends no heartbeats", NOT_HEARD)
+        return check(False, "answers, but sends no heartbeats", NO_HEARTBEATS)
     if troubles := [reason for reason in state.readonly_reasons if reason != BY_OPERATOR]:
         facts["reasons"] = troubles
         found = f"{'rejects produces' if broker.role == Role.MASTER else 'is no whole copy'}: {', '.join(troubles)}"
@@ -149,7 +151,7 @@ async def _broker(desk: Desk, broker: Broker, ask: Ask, places: Mapping[str, str
                 f". It alone has {parted['messages']:,} messages, from offset {parted['offset']} of its log on: they "
                 "may have been acknowledged"
             )
-        return check(False, found, "; ".join(_way_out(reason, broker) for reason in troubles))
+        return check(False, found, "; ".join(_remedy_of(reason, broker) for reason in troubles))
     if state.quarantine_full:
         found = f"keeps {state.quarantine_bytes:,} bytes in quarantine, maybe the last copies of messages"
         remedy = (
@@ -160,7 +162,7 @@ async def _broker(desk: Desk, broker: Broker, ask: Ask, places: Mapping[str, str
     return check(True, f"up{kept}")
 
 
-def _way_out(reason: str, broker: Broker) -> str:
+def _remedy_of(reason: str, broker: Broker) -> str:
     """Return the remedy for a broker's readonly reason; a newer version may have others."""
     if reason == Reason.UNFILLED and broker.role == Role.SLAVE:
         return f"qmq SyncReplica --brokerGroup={broker.group} --host={broker.key} (docs/runbook.md, {reason})"

@@ -291,7 +291,7 @@ class Registry:
         if (found := self.no_failover.get(group.name)) is None:
             return None
         why, text = found
-        return text, promotion.way_on(why, group)
+        return text, promotion.remedy_of(why, group)
 
     def last_state(self, broker: Broker) -> ReplicaState | None:
         """Return the last state of a broker, up or down."""

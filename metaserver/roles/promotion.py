@@ -180,7 +180,7 @@ NOT_STORED = "the change of roles could not be stored"
 _START = "start the master, {master}; if it never returns: "
 _GONE = _START + "qmq Failover --brokerGroup={group} --masterGone=true"
 _RECOVER = _START + "qmq RecoverGroup --brokerGroup={group} --gone={master}"
-WAY_ON: Mapping[Refusal, str] = {
+REMEDIES: Mapping[Refusal, str] = {
     **dict.fromkeys(Refusal, _RECOVER),
     Refusal.NO_SLAVE: "AddBroker adds a slave; messages of the master's disk return with that disk only",
     Refusal.HALF_SWAPPED: "finish the swap with ReplaceBroker --role={slave_role}",
@@ -193,7 +193,7 @@ WAY_ON: Mapping[Refusal, str] = {
     Refusal.HEARS_ITS_MASTER: "the master runs: check the network between it and the metaservers",
     Refusal.NOT_STORED: "start the database",
 }
-"""Remedy of each refusal; `way_on` fills in the names."""
+"""Remedy of each refusal; `remedy_of` fills in the names."""
 LAST_RESORT = (
     "qmq RecoverGroup --brokerGroup={group} --gone={master} --dry-run names the copy with most messages; stop it, "
     "and make it the master: qmq ReplaceBroker --brokerGroup={group} --role={master_role} --acceptLoss=true"
@@ -207,13 +207,13 @@ class NoFailover(OperatorError):
     def __init__(self, why: Refusal, found: str, facts: Facts) -> None:
         self.why = why
         self.found = found
-        remedy = way_on(why, facts.group, master_gone=facts.master_gone)
+        remedy = remedy_of(why, facts.group, master_gone=facts.master_gone)
         super().__init__(f"no failover of {facts.group.name}: {found}. {remedy}")
 
 
-def way_on(why: Refusal, group: Group, *, master_gone: bool = False) -> str:
+def remedy_of(why: Refusal, group: Group, *, master_gone: bool = False) -> str:
     """Return the remedy of a refusal; `master_gone` is as in `Facts`."""
-    text = LAST_RESORT if master_gone and WAY_ON[why] in (_GONE, _RECOVER) else WAY_ON[why]
+    text = LAST_RESORT if master_gone and REMEDIES[why] in (_GONE, _RECOVER) else REMEDIES[why]
     if master_gone and why == Refusal.HEARS_ITS_MASTER:
         text = f"If the master answers its slave: {text}. If a copy is incomplete: {LAST_RESORT}"
     return text.format(

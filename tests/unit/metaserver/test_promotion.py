@@ -217,7 +217,7 @@ def test_operator_admits_restarted_slave(count, m, left_out):
 
 @pytest.mark.parametrize("why", Refusal)
 def test_each_refusal_has_a_remedy(why):
-    text = promotion.way_on(why, ROW)
+    text = promotion.remedy_of(why, ROW)
     assert text and "{" not in text
     assert "g1" in text or why in {
         Refusal.NO_SLAVE,
