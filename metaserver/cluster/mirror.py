@@ -49,8 +49,8 @@ class Changes:
 
     def publish(self, about: Collection[object] | None = None) -> None:
         """Wake all watchers; with `about`, only those of these objects and those of everything."""
-        for event, what in self._watchers.items():
-            if about is None or what is None or what in about:
+        for event, watched in self._watchers.items():
+            if about is None or watched is None or watched in about:
                 event.set()
 
 
@@ -136,15 +136,15 @@ class DatabaseMirror:
         self._seen = dict.fromkeys(self._seen, -1)
 
     async def _read_directory(self, version: int) -> None:
-        goes_on = 0 <= self._seen["directory"] < version and not self._database.set_aside_because
-        known = self.directory if goes_on else None  # equal versions of two databases prove nothing
+        is_newer = 0 <= self._seen["directory"] < version and not self._database.set_aside_because
+        known = self.directory if is_newer else None  # equal versions of two databases prove nothing
         with deciding():
             directory, tokens, rows = await self._database.read(
                 lambda r: (r.load(known), r.load_tokens(), r.group_names()), timeout_ms=LOAD_MS
             )
         self._rows = rows
         self.check_rows()
-        if not goes_on:
+        if not is_newer:
             self._seen.update(routes=-1, sightings=-1)
         self.take_directory(directory, tokens)
         self._seen["directory"] = directory.version

@@ -123,8 +123,8 @@ class Registration:
         """Return whether the group's master has a stream here and reports this slave in sync."""
         master = self._registry.state(group.master) if group.master and slave.role == Role.SLAVE else None
         liveness = self._registry.liveness
-        is_heard_here = group.master is not None and liveness.where(group.master.key) == liveness.own
-        return is_heard_here and master is not None and slave.incarnation in master.in_step
+        is_connected_here = group.master is not None and liveness.where(group.master.key) == liveness.own
+        return is_connected_here and master is not None and slave.incarnation in master.in_step
 
     def refused_lately(self, broker: Broker) -> str:
         """Return why another process was rejected as this broker within the last minute; empty: none was."""

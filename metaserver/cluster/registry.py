@@ -87,11 +87,11 @@ class Registry:
         self.find = self.routes.get
         self.changes = Changes()
         """Changes that clients may see."""
-        self._heard: dict[BrokerKey, ReplicaState] = {}
+        self._processed: dict[BrokerKey, ReplicaState] = {}
         """Last processed state of each broker; cleared when the directory is read, and when points must be stored
         again.
         """
-        self._heard_in: Directory | None = None
+        self._processed_with: Directory | None = None
         self.points_rose = asyncio.Event()
         """Set when there is a point to store."""
         self.no_failover: dict[str, tuple[Refusal, str]] = {}
@@ -152,11 +152,11 @@ class Registry:
         """Record a heartbeat. False: a newer session replaced this one. Never waits for the database."""
         if not self.liveness.beat(key, session, state, now_ms=self.now_ms()):
             return False
-        if self._heard_in is not self.directory:
-            self._heard_in = self.directory
-            self._heard.clear()
-        if self._heard.get(key) is not state:  # most heartbeats of an idle broker repeat the state before
-            self._heard[key] = state
+        if self._processed_with is not self.directory:
+            self._processed_with = self.directory
+            self._processed.clear()
+        if self._processed.get(key) is not state:  # most heartbeats of an idle broker repeat the state before
+            self._processed[key] = state
             self._take_in(key, state)
         broker = self.directory.find(key)
         if broker and self.reports.note_completeness(
@@ -179,7 +179,7 @@ class Registry:
     def store_points_again(self) -> None:
         """Store the points of the next heartbeats again, even unchanged ones: the database may be older."""
         self.reports.store_points_again()
-        self._heard.clear()
+        self._processed.clear()
 
     async def points_of(self, group: str, *, must_be_read: bool = False) -> Points:
         """Return the acknowledged points of a group's copies, from the database and from heartbeats here.

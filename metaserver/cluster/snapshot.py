@@ -228,7 +228,9 @@ def _to_json(snapshot: Snapshot) -> dict[str, Any]:
 def _from_json(body: Any) -> Snapshot:
     groups = [
         of_known_fields(
-            Group, row | {"master": _broker(row["master"]), "slaves": tuple(_one(slave) for slave in row["slaves"])}
+            Group,
+            row
+            | {"master": _optional_broker(row["master"]), "slaves": tuple(_broker(slave) for slave in row["slaves"])},
         )
         for row in body["groups"]
     ]
@@ -265,11 +267,11 @@ def _with_tuples(row: dict[str, Any], *names: str) -> dict[str, Any]:
     return {**row, **{name: tuple(row[name]) for name in names}}
 
 
-def _broker(row: dict[str, Any] | None) -> Broker | None:
-    return None if row is None else _one(row)
+def _optional_broker(row: dict[str, Any] | None) -> Broker | None:
+    return None if row is None else _broker(row)
 
 
-def _one(row: dict[str, Any]) -> Broker:
+def _broker(row: dict[str, Any]) -> Broker:
     return of_known_fields(Broker, row | {"role": Role(row["role"])})
 
 

@@ -162,7 +162,7 @@ class Upkeep:
         if self._is_alone() and time.monotonic() < self._shown_until_s:
             ids, versions = await registry.database.read(lambda r: r.look())
             if ids == {self._own.id}:
-                self._is_still_alone()
+                self._beat_in_memory()
                 return versions
         own = self._own = replace(self._own, beat=self._own.beat + 1)
         try:
@@ -181,7 +181,7 @@ class Upkeep:
             await registry.database.write(partial(_remove, id=id))
         return versions
 
-    def _is_still_alone(self) -> None:
+    def _beat_in_memory(self) -> None:
         """Raise our counter in memory only: no other metaserver reads it."""
         registry = self._registry
         self._own = replace(self._own, beat=self._own.beat + 1)
