@@ -128,7 +128,7 @@ class Database:
             DatabaseUnusable: it must not be used. DatabaseAway: it does not answer.
         """
         await self._on_thread(self._open)
-        self._is_back()
+        self._mark_back()
 
     async def probe(self) -> dict[str, int]:
         """Read the versions, even while the database is away; an answer ends that state.
@@ -153,12 +153,12 @@ class Database:
             async with asyncio.timeout(self._timeout_ms / 1000):
                 versions = await shielded(probe)
         except TimeoutError:
-            self._is_away("no answer in time")
+            self._mark_away("no answer in time")
             raise DatabaseAway(self.reason) from None
         except DatabaseUnusable as error:
-            self._is_away(str(error))
+            self._mark_away(str(error))
             raise DatabaseAway(self.reason) from error
-        self._is_back()
+        self._mark_back()
         return versions
 
     async def read(self, work: Callable[[Repository], T], *, timeout_ms: int = 0) -> T:
@@ -166,7 +166,7 @@ class Database:
         try:
             return await self._bounded(work, timeout_ms or self._timeout_ms)
         except TimeoutError:
-            self._is_away("no answer in time")
+            self._mark_away("no answer in time")
             raise DatabaseAway(self.reason) from None
 
     async def write(self, work: Callable[[Repository], T], *, timeout_ms: int = 0) -> T:
@@ -179,7 +179,7 @@ class Database:
         result = asyncio.ensure_future(self._bounded(work, 0))
         done, _ = await asyncio.wait({result}, timeout=(timeout_ms or self._timeout_ms) / 1000)
         if not done:
-            self._is_away("no answer in time")
+            self._mark_away("no answer in time")
             result.add_done_callback(retrieve_error)
             raise AnswerLate(result)
         stored = result.result()
@@ -237,7 +237,7 @@ class Database:
             raise  # it answers; the query is wrong
         except (SQLAlchemyError, OSError) as error:
             reason = cause_of(getattr(error, "orig", None) or error).partition("\n")[0][:200]
-            self._is_away(reason)
+            self._mark_away(reason)
             raise DatabaseAway(reason) from error
 
     def _open(self) -> None:
@@ -251,13 +251,13 @@ class Database:
         assert self._repository is not None  # just opened
         return self._repository.versions()
 
-    def _is_away(self, reason: str) -> None:
+    def _mark_away(self, reason: str) -> None:
         if self._away_since is None:
             self._away_since = time.monotonic()
             log.error("database away: %s; serving from memory", reason)
         self.reason = reason
 
-    def _is_back(self) -> None:
+    def _mark_back(self) -> None:
         if self._away_since is not None:
             log.warning("database back after %.1f s", time.monotonic() - self._away_since)
         self._away_since = None

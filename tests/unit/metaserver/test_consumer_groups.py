@@ -159,7 +159,7 @@ async def test_restore_keeps_consumer_groups(world):
 
 async def test_no_group_begins_without_database(world):
     groups, masters = await made(world)
-    world.database._is_away("stopped by the test")
+    world.database._mark_away("stopped by the test")
     with pytest.raises(DatabaseAway, match="does not answer"):
         await begin(groups, "g1")
     assert not masters.asked

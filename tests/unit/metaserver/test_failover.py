@@ -367,7 +367,7 @@ async def test_registration_skips_hanging_database(three, monkeypatch):
         raise OSError("the network is gone")
 
     monkeypatch.setattr(three.database, "_ask_versions", no_answer)
-    three.database._is_away("no answer in time")
+    three.database._mark_away("no answer in time")
     poll = asyncio.create_task(three.registry.mirror.catch_up())
     try:
         await asyncio.to_thread(hangs.wait)
