@@ -136,7 +136,7 @@ class AuditMetrics:
 
     def read(self) -> Iterable[Metric]:
         """Return the metrics of the last reading; only `up` if the ledger cannot be read."""
-        self.scrapes.came()
+        self.scrapes.note_scrape()
         if self._is_up is not None:
             yield GaugeMetricFamily(
                 "qmq_metaserver_audit_ledger_up", "Whether the audit's ledger could be read.", int(self._is_up)
@@ -177,7 +177,7 @@ class DoctorMetrics:
         """Return the metrics of the last checks. Before the first ones there are no findings, which does not mean that
         all is well.
         """
-        self.scrapes.came()
+        self.scrapes.note_scrape()
         yield GaugeMetricFamily(
             f"{PREFIX}_doctor_checked_timestamp_seconds",
             "When this metaserver last made Doctor's checks; 0: not yet.",

@@ -144,7 +144,7 @@ class Scrapes:
         self._look = look
         self._came = asyncio.Event()
 
-    def came(self) -> None:
+    def note_scrape(self) -> None:
         self._came.set()
 
     async def run(self) -> None:
