@@ -263,13 +263,13 @@ def _check(connection: Connection, known: list[str], newest: str) -> str | None:
     if _unfinished.name in tables:
         _check_unfinished(connection, present)
     if len(versions) > 1 or (present and present not in known):
-        made = (
+        version_text = (
             f"The database has version {', '.join(versions)}, this program supports versions {known[-1]} to {newest}. "
         )
         raise DatabaseUnusable(
-            made + "No migration leads from the database's version: use an empty database."
+            version_text + "No migration leads from the database's version: use an empty database."
             if present and present < known[-1]
-            else made
+            else version_text
             + "A newer qmq has used the database: start that one, or restore the copy made before the upgrade."
         )
     if present is None and (others := sorted(tables & metadata.tables.keys())):
