@@ -101,7 +101,7 @@ class Metaserver:
         self.hubs = RouteHubs(
             self.registry,
             self._metrics,
-            lambda who, wanted: self._new_subjects.allowed(who, wanted, now_ms=self.registry.now_ms()),
+            lambda caller, count: self._new_subjects.allowed(caller, count, now_ms=self.registry.now_ms()),
             Quotas(Bounds(settings.watch_subjects_max, settings.token_subjects_max, settings.token_watches_max)),
         )
         self._metrics.observe(StateMetrics(self.registry, self._database, self.hubs).read)

@@ -96,7 +96,7 @@ def _own_routes(
         facts = {"ready": not is_stopping(), "database": not trouble} | ({"trouble": trouble} if trouble else {})
         return Response(to_json(facts), status_code=503 if is_stopping() else 200, media_type="application/json")
 
-    whether = "whether it serves, and whether its database answers"
+    summary = "whether it serves, and whether its database answers"
     return [
         make_route(
             "GET", "/meta/address", meta_address, summary="host:port of the gRPC service", content=TEXT, responses=STOPS
@@ -105,7 +105,7 @@ def _own_routes(
             "GET", "/metrics", read_metrics, summary="metrics for Prometheus", role=TokenRole.VIEWER, content=TEXT
         ),
         make_route("GET", "/health/live", live, summary="whether the process runs", content=TEXT),
-        make_route("GET", "/health/ready", ready, summary=whether, content=JSON, responses=STOPS),
+        make_route("GET", "/health/ready", ready, summary=summary, content=JSON, responses=STOPS),
     ]
 
 

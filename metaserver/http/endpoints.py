@@ -25,7 +25,7 @@ from qmq.metaserver.actions import Action, Answer, Status
 from qmq.metaserver.actions.shapes import as_qmq
 from qmq.metaserver.actions.words import unknown_word
 from qmq.metaserver.http import models
-from qmq.metaserver.http.guard import TOKEN_HEADER, asks_itself, is_open
+from qmq.metaserver.http.guard import TOKEN_HEADER, is_open, refuses_itself
 from qmq.metaserver.http.models import Error
 from qmq.rights import Caller, TokenRole
 
@@ -34,7 +34,7 @@ log = logging.getLogger("qmq.metaserver")
 GRACE_MS = 1000
 """Added to the time limit of an action, so that its own answer comes first."""
 
-_going_on: set[asyncio.Task[Answer]] = set()
+_running: set[asyncio.Task[Answer]] = set()
 """Changes that outlive their caller's connection; asyncio would drop tasks without a reference."""
 
 
@@ -47,8 +47,8 @@ class ActionsPort(Protocol):
 async def run_within(actions: ActionsPort, action: Action, words: Mapping[str, str], caller: Caller) -> Answer:
     """Run an action within its time limit. Exceptions that are bugs pass through."""
     task = asyncio.create_task(actions.run(action.name, words, caller))
-    _going_on.add(task)
-    task.add_done_callback(_going_on.discard)
+    _running.add(task)
+    task.add_done_callback(_running.discard)
     limit_ms = action.wait_ms + _asked_wait_ms(words) + GRACE_MS
     try:
         await asyncio.wait([task], timeout=limit_ms / 1000)
@@ -208,7 +208,7 @@ _BODY = {"content": {"application/x-www-form-urlencoded": {"schema": _FORM}}}
 def management_route(actions: ActionsPort, *, open_lists: bool) -> APIRoute:
     """Make the route. `open_lists`: lists that QMQ answers without a token need none."""
 
-    @asks_itself
+    @refuses_itself
     async def manage(request: Request) -> Response:
         words = await _read_words(request)
         caller: Caller | None = request.scope["qmq.caller"]

@@ -1,6 +1,6 @@
 """Shell. Guard of every HTTP request: a valid token with the right role, limits of size and time.
 
-Routes are closed by default. An endpoint opens itself with `needs(role)`, `open_to_all` or `asks_itself`.
+Routes are closed by default. An endpoint opens itself with `needs(role)`, `open_to_all` or `refuses_itself`.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def open_to_all(endpoint: E) -> E:
     return endpoint
 
 
-def asks_itself(endpoint: E) -> E:
+def refuses_itself(endpoint: E) -> E:
     """Admit callers without a valid token too: the endpoint refuses them in a form of its own."""
-    endpoint.asks_itself = True  # type: ignore[attr-defined]
+    endpoint.refuses_itself = True  # type: ignore[attr-defined]
     return endpoint
 
 
@@ -144,14 +144,14 @@ class Guard:
             caller = self.identify(headers, peer)
             if route is None:
                 raise _no_route(scope, allowed)
-            if not getattr(endpoint, "asks_itself", False):
+            if not getattr(endpoint, "refuses_itself", False):
                 caller.require_role(*getattr(endpoint, "roles", ()))
         except NotServed as error:
             raise Refused(models.NOT_SERVED, str(error)) from None
         except MissingRight as error:
             raise Refused(models.MISSING_RIGHT, str(error)) from None
         except AccessError as error:
-            if getattr(endpoint, "asks_itself", False):
+            if getattr(endpoint, "refuses_itself", False):
                 scope["qmq.refusal"] = error
                 return None
             headers_out = {"WWW-Authenticate": 'Bearer realm="qmq"'}

@@ -38,7 +38,7 @@ STATUS = {
 }
 """HTTP status of each code."""
 
-WHAT_TO_DO = {
+REMEDIES = {
     INVALID: "correct the request; /api/v1/openapi.json describes it",
     UNAUTHORIZED: "send a valid token in the header X-Api-Token, or as Authorization: Bearer",
     MISSING_RIGHT: "use a token with that role or scope; an admin makes one with AddToken",
@@ -67,7 +67,7 @@ class HttpError:
         return STATUS[self.code]
 
     def body(self) -> bytes:
-        error: dict[str, Any] = {"code": self.code, "message": self.message, "action": WHAT_TO_DO[self.code]}
+        error: dict[str, Any] = {"code": self.code, "message": self.message, "action": REMEDIES[self.code]}
         if self.details:
             error["details"] = self.details
         return to_json({"error": error})
@@ -198,10 +198,10 @@ def describe(found: Sequence[Mapping[str, Any]], action: Action | None) -> str:
     missing = [str(error["loc"][1]) for error in found if error["type"] == "missing" and len(error["loc"]) > 1]
     others = [error for error in found if error["type"] != "missing" or len(error["loc"]) == 1]
     texts = [f"{', '.join(missing)}: missing"] if missing else []
-    return "; ".join(texts + [_one(problem, action) for problem in others[:PROBLEMS_MAX]])
+    return "; ".join(texts + [_problem_text(problem, action) for problem in others[:PROBLEMS_MAX]])
 
 
-def _one(problem: Mapping[str, Any], action: Action | None) -> str:
+def _problem_text(problem: Mapping[str, Any], action: Action | None) -> str:
     kind, where = problem["type"], problem["loc"]
     if kind in BODY_WORDS:
         return BODY_WORDS[kind]
@@ -216,11 +216,11 @@ def _one(problem: Mapping[str, Any], action: Action | None) -> str:
     if kind == "string_unicode":
         return f"{name} is not valid Unicode"
     if parameter:
-        return f"{name} must be {_right(parameter)}"
+        return f"{name} must be {_valid_form(parameter)}"
     return f"{name}: {problem['msg']}"
 
 
-def _right(parameter: Parameter) -> str:
+def _valid_form(parameter: Parameter) -> str:
     match parameter.kind:
         case Kind.FLAG:
             return "boolean: true or false"

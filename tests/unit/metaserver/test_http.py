@@ -327,7 +327,7 @@ async def test_late_change_goes_on_and_logs_its_error(impatient, caplog):
     answer = await endpoints.run_within(slow, action, {}, Caller("ann", TokenRole.ADMIN))
     assert answer.status is Status.UNKNOWN and "continues" in answer.message
     slow.may_end.set()
-    while endpoints._going_on:
+    while endpoints._running:
         await asyncio.sleep(0)
     assert "action failed after its caller left: TimeoutError('planted')" in caplog.text
 
@@ -336,7 +336,7 @@ async def test_late_reading_is_cancelled(impatient):
     slow, action = impatient
     answer = await endpoints.run_within(slow, replace(action, changes=False), {}, Caller("ann", TokenRole.ADMIN))
     assert answer.status is Status.WAIT
-    while endpoints._going_on:
+    while endpoints._running:
         await asyncio.sleep(0)
     assert slow.was_cancelled
 
