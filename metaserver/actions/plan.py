@@ -54,7 +54,7 @@ class Plan:
         return self.refusals if self.forced else self.refusals + self.objections
 
     @property
-    def word(self) -> str:
+    def digest(self) -> str:
         """Hash of the stored values before and after. Empty: nothing is stored.
 
         Orders to brokers about messages that come and go differ each moment, and are not compared.
@@ -93,7 +93,7 @@ def preview(plan: Plan, blast: Blast) -> dict[str, Any]:
         "clients": blast.clients,
         "before": plan.before,
         "after": plan.after,
-        "plan": plan.word,
+        "plan": plan.digest,
     }
 
 

@@ -116,7 +116,7 @@ class Actions:
                 details = dict(plan.details)
                 data = details.pop("data", None)
                 return Answer(Status.REFUSED, one_text(plan.reasons), data, details, OperatorError.__name__)
-            if plan.changes and (shown := words[IF_PLAN]) and shown != plan.word:
+            if plan.changes and (shown := words[IF_PLAN]) and shown != plan.digest:
                 raise OperatorError("the plan has changed since it was shown: read it again")
             audit = _audit(action, words, caller, plan)
             try:
