@@ -68,18 +68,18 @@ def _is_being_filled(report: ReplicaState, *, counts: bool) -> bool:
 
 
 def _ordered(slave: Broker, order: FillOrder) -> Plan:
-    is_so = (slave.fill_id, slave.fill_allowed) == (order.fill_id, order.is_allowed)
+    is_current = (slave.fill_id, slave.fill_allowed) == (order.fill_id, order.is_allowed)
     data = {**broker_json(slave), "filling": "allowed" if order.is_allowed else "stopped"}
     return Plan(
-        () if is_so else (OrderFill(slave.key, order),),
+        () if is_current else (OrderFill(slave.key, order),),
         groups=frozenset({slave.group}),
-        before={str(slave.key): _word(slave, order.fill_id)},
+        before={str(slave.key): _order_text(slave, order.fill_id)},
         after={str(slave.key): data["filling"]},
         data=data,
     )
 
 
-def _word(slave: Broker, fill_id: str) -> str:
+def _order_text(slave: Broker, fill_id: str) -> str:
     if slave.fill_id != fill_id:
         return "by the group's mode"
     return "allowed" if slave.fill_allowed else "stopped"
@@ -303,7 +303,7 @@ async def _replace_broker(desk: Desk, words: Words) -> Plan:
             reported=desk.registry.terms.floor(words["brokerGroup"]),
         )
 
-    return await _asked_first(desk, desk.registry.directory.groups.get(words["brokerGroup"]), plan)
+    return await _plan_with_check(desk, desk.registry.directory.groups.get(words["brokerGroup"]), plan)
 
 
 async def _lacking(desk: Desk, group: Group | None, words: Words) -> str:
@@ -373,10 +373,10 @@ async def _remove_broker(desk: Desk, words: Words) -> Plan:
         )
 
     known = desk.registry.directory.find(key)
-    return await _asked_first(desk, desk.registry.directory.groups.get(known.group) if known else None, plan)
+    return await _plan_with_check(desk, desk.registry.directory.groups.get(known.group) if known else None, plan)
 
 
-async def _asked_first(desk: Desk, group: Group | None, plan: Callable[[], Awaitable[Plan]]) -> Plan:
+async def _plan_with_check(desk: Desk, group: Group | None, plan: Callable[[], Awaitable[Plan]]) -> Plan:
     """Return the plan; before a refusal, check the brokers: one that counts as running may have just stopped."""
     made = await plan()
     if made.reasons and group is not None and await desk.notice_stopped(group.brokers):
@@ -421,7 +421,7 @@ async def _plan_failover(desk: Desk, words: Words) -> Plan:
             return refused(str(refusal))
         return fail_over(change)
 
-    return await _asked_first(desk, desk.registry.directory.groups.get(words["brokerGroup"]), plan)
+    return await _plan_with_check(desk, desk.registry.directory.groups.get(words["brokerGroup"]), plan)
 
 
 async def _fail_over(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
@@ -500,9 +500,9 @@ async def _replica_status(desk: Desk, words: Words) -> Any:
 async def _compare(desk: Desk, group: Group) -> dict[str, Any]:
     acknowledged = await _acknowledged(desk, group)  # first, so that no copy is behind it merely by timing
     replicas = await asyncio.gather(*(_replica(desk, broker) for broker in group.brokers))
-    asked = [replica for replica in replicas if replica["reachable"]]
-    ends, chains = [replica["logEnd"] for replica in asked], {replica["chain"] for replica in asked}
-    every = len(asked) == max(len(group.brokers), 2)
+    answering = [replica for replica in replicas if replica["reachable"]]
+    ends, chains = [replica["logEnd"] for replica in answering], {replica["chain"] for replica in answering}
+    have_all_answered = len(answering) == max(len(group.brokers), 2)
     return {
         "brokerGroup": group.name,
         "term": group.term,
@@ -511,8 +511,8 @@ async def _compare(desk: Desk, group: Group) -> dict[str, Any]:
         "minCopies": group.min_copies,
         "syncMode": group.sync_mode,
         # Chains of different ends cannot be compared.
-        "equal": len(chains) == 1 if every and len(set(ends)) == 1 else None,
-        "lagBytes": max(ends[0] - min(ends[1:]), 0) if every else None,
+        "equal": len(chains) == 1 if have_all_answered and len(set(ends)) == 1 else None,
+        "lagBytes": max(ends[0] - min(ends[1:]), 0) if have_all_answered else None,
         "acknowledged": acknowledged,
         "replicas": replicas,
     }

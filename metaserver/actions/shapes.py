@@ -93,7 +93,7 @@ def why_not(group: Group, state: ReplicaState | None, readonly_subjects: Iterabl
     readonly = set(state.readonly_reasons if state else ())
     if group.draining or ALL_SUBJECTS in readonly_subjects:
         readonly.discard("operator")
-    return [text for text, is_so in conditions.items() if is_so] + [explain(reason) for reason in sorted(readonly)]
+    return [text for text, applies in conditions.items() if applies] + [explain(reason) for reason in sorted(readonly)]
 
 
 def _copy_json(broker: Broker, up: bool, state: ReplicaState | None, master: ReplicaState | None) -> dict[str, Any]:

@@ -232,7 +232,7 @@ def require(facts: Facts) -> None:
 
 def refusal(facts: Facts) -> tuple[Refusal, str] | None:
     """Return the first unfulfilled condition, with a sentence for operators; None: all are fulfilled."""
-    found = next(((why, text) for why, is_so, text in CONDITIONS if is_so(facts)), None)
+    found = next(((why, text) for why, applies, text in CONDITIONS if applies(facts)), None)
     if found is None:
         found = _too_few(facts)
     if found is None and _is_behind(facts):
@@ -245,7 +245,7 @@ def slave_refusal(facts: Facts, slave: Broker) -> tuple[Refusal, str] | None:
     if words := facts.unwilling.get(slave.key):
         return Refusal.HEARS_ITS_MASTER, f"does not: {words}"
     known = SlaveFacts(facts, slave)
-    return next(((why, text) for why, is_so, text in SLAVE_CONDITIONS if is_so(known)), None)
+    return next(((why, text) for why, applies, text in SLAVE_CONDITIONS if applies(known)), None)
 
 
 def choose(facts: Facts) -> RoleChange:
