@@ -39,7 +39,7 @@ keep the port as a part of their name.
 """
 
 
-async def _add(desk: Desk, words: Words) -> Plan:
+async def _add_db(desk: Desk, words: Words) -> Plan:
     url = _url(words)
     try:
         _check(words)
@@ -68,14 +68,14 @@ async def _add(desk: Desk, words: Words) -> Plan:
     )
 
 
-async def _remove(desk: Desk, words: Words) -> Plan:
+async def _remove_db(desk: Desk, words: Words) -> Plan:
     known = await _find(desk, url := _url(words))
     if known is None:
         return refused(f"no database {url} is registered; ListDbs names them")
     return Plan((RemoveDataSource(known.url),), everything=True, before=source_json(known), data={"removed": url})
 
 
-async def _list(desk: Desk, words: Words) -> Any:
+async def _list_dbs(desk: Desk, words: Words) -> Any:
     return [source_json(source) for source in await desk.database.read(lambda repository: repository.data_sources())]
 
 
@@ -291,9 +291,9 @@ def _problem(error: urllib.error.HTTPError) -> str:
 
 
 HANDLERS = {
-    "AddDb": Handler(plan=_add),
-    "RemoveDb": Handler(plan=_remove),
-    "ListDbs": Handler(look=_list),
+    "AddDb": Handler(plan=_add_db),
+    "RemoveDb": Handler(plan=_remove_db),
+    "ListDbs": Handler(look=_list_dbs),
     "ListWatchdogs": Handler(look=_watchdogs),
     "OutboxStuck": Handler(look=_stuck),
     "OutboxRetry": Handler(plan=_plan_retry, carry_out=_carry_out_retry),

@@ -142,8 +142,8 @@ async def _carry_out_cancel(desk: Desk, words: Words, plan: Plan, audit: AuditRo
     request = pb.CancelDelayedRequest(subject=words["subject"], ids=ids, keys=keys)
     answers, failed = await _ask_all(desk, words, lambda broker: desk.brokers.cancel_delayed(broker, request))
     outcomes = {
-        "ids": _together(ids, [answer.ids for answer in answers.values()]),
-        "keys": _together(keys, [answer.keys for answer in answers.values()]),
+        "ids": _fates(ids, [answer.ids for answer in answers.values()]),
+        "keys": _fates(keys, [answer.keys for answer in answers.values()]),
     }
     result = "done" if not failed else "partly done" if answers else "failed"
     try:
@@ -159,7 +159,7 @@ async def _carry_out_cancel(desk: Desk, words: Words, plan: Plan, audit: AuditRo
     return data
 
 
-def _together(names: list[str], answers: Iterable[Iterable[str]]) -> dict[str, str]:
+def _fates(names: list[str], answers: Iterable[Iterable[str]]) -> dict[str, str]:
     """Return the fate of each message, as reported with certainty by any group."""
     answers_by_group = [list(answer) for answer in answers]
     fates = {}
@@ -183,14 +183,14 @@ async def _ask_all(
 ) -> tuple[dict[str, A], dict[str, str]]:
     """Ask the masters of the delay groups; return the answers, and for each missing one the reason."""
 
-    async def one(group: Group) -> A | QmqError:
+    async def caught(group: Group) -> A | QmqError:
         try:
             return await ask(desk.master_of(group))
         except QmqError as error:
             return error
 
     groups = _groups(desk, words)
-    results = await together([one(group) for group in groups])
+    results = await together([caught(group) for group in groups])
     answers, failed = {}, {}
     for group, result in zip(groups, results, strict=True):
         if isinstance(result, QmqError):

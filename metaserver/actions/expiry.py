@@ -143,8 +143,8 @@ class GroupExpiry:
         desk = self._desk
         asked = [
             desk.brokers.consumers(
-                desk.master_of(asked), subject=subject, group=group, unused_before_ms=unused_before_ms
+                desk.master_of(broker_group), subject=subject, group=group, unused_before_ms=unused_before_ms
             )
-            for asked in desk.groups_with_master()
+            for broker_group in desk.groups_with_master()
         ]
         return [row for answer in await together(asked) for row in answer.groups]

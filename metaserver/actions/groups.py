@@ -195,7 +195,7 @@ async def wait_for_old_routes(desk: Desk, group: str, subject: str, wait_ms: int
     """Count the clients that may still use a group as writable; wait until there are none, or for `wait_ms`."""
     began = time.monotonic()
     counts = await desk.clients.old_routes(group, subject)
-    while not _all_know(counts) and (time.monotonic() - began) * 1000 < wait_ms:
+    while not _are_all_current(counts) and (time.monotonic() - began) * 1000 < wait_ms:
         await asyncio.sleep(LOOK_AGAIN_S)
         counts = await desk.clients.old_routes(group, subject)
     return {
@@ -203,12 +203,12 @@ async def wait_for_old_routes(desk: Desk, group: str, subject: str, wait_ms: int
         "consumers": counts.consumers,
         "watchers": counts.watchers,
         "metaserversUnasked": list(counts.unasked),
-        "allKnow": _all_know(counts),
+        "allKnow": _are_all_current(counts),
         "waitedMs": round((time.monotonic() - began) * 1000) if wait_ms else 0,
     }
 
 
-def _all_know(counts: OldRoutes) -> bool:
+def _are_all_current(counts: OldRoutes) -> bool:
     return not counts.producers and not counts.consumers and not counts.unasked
 
 
@@ -295,9 +295,9 @@ async def _rates(desk: Desk, words: Words) -> Any:
 log = logging.getLogger("qmq.metaserver")
 
 
-async def _list(desk: Desk, words: Words) -> Any:
+async def _list_quarantine(desk: Desk, words: Words) -> Any:
     brokers = desk.find_group(words["brokerGroup"]).brokers
-    answers = await asyncio.gather(*(_ask(desk, broker) for broker in brokers))
+    answers = await asyncio.gather(*(_ask_quarantine(desk, broker) for broker in brokers))
     return {
         "brokers": [_copy_json(broker, found) for broker, found in zip(brokers, answers, strict=True)],
         "unasked": {
@@ -308,7 +308,7 @@ async def _list(desk: Desk, words: Words) -> Any:
     }
 
 
-async def _ask(desk: Desk, broker: Broker) -> pb.QuarantineAnswer | QmqError:
+async def _ask_quarantine(desk: Desk, broker: Broker) -> pb.QuarantineAnswer | QmqError:
     try:
         return await desk.brokers.quarantine(broker, pb.QuarantineRequest())
     except QmqError as error:
@@ -394,6 +394,6 @@ HANDLERS = {
     "SetFailover": Handler(plan=_set_failover),
     "AcknowledgeLoss": Handler(plan=_acknowledge_loss),
     "Rates": Handler(look=_rates),
-    "ListQuarantine": Handler(look=_list),
+    "ListQuarantine": Handler(look=_list_quarantine),
     "ClearQuarantine": Handler(plan=_plan_clear, carry_out=_carry_out_clear),
 }

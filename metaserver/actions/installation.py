@@ -165,7 +165,7 @@ async def _list_metaservers(desk: Desk, words: Words) -> Any:
 DAY_MS = 24 * 3600 * 1000
 
 
-async def _add(desk: Desk, words: Words) -> Plan:
+async def _add_token(desk: Desk, words: Words) -> Plan:
     for name in ("subjects", "groups"):
         if words.is_given(name) and not words.names(name):  # empty variables of a script would make it unlimited
             return refused(f"{name} {words[name]!r} names none; leave it out for an unlimited token")
@@ -187,7 +187,7 @@ async def _add(desk: Desk, words: Words) -> Plan:
     return Plan((AddToken(row),), everything=True, after=shown, data={**shown, "token": text})
 
 
-async def _revoke(desk: Desk, words: Words) -> Plan:
+async def _revoke_token(desk: Desk, words: Words) -> Plan:
     known = {row.id: row for row in await desk.database.read(lambda repository: repository.load_tokens())}
     row = known.get(words["id"])
     if row is None:
@@ -197,7 +197,7 @@ async def _revoke(desk: Desk, words: Words) -> Plan:
     return Plan((RevokeToken(row.id),), everything=True, before=_token_json(row), data={"revoked": row.id})
 
 
-async def _list(desk: Desk, words: Words) -> Any:
+async def _list_tokens(desk: Desk, words: Words) -> Any:
     rows = await desk.database.read(lambda repository: repository.load_tokens())
     return [_token_json(row) for row in sorted(rows, key=lambda row: (row.name, row.created_ms))]
 
@@ -288,7 +288,7 @@ HANDLERS = {
     "Restore": Handler(plan=_restore),
     "AdoptDatabase": Handler(plan=_adopt_database),
     "ListMetaservers": Handler(look=_list_metaservers),
-    "AddToken": Handler(plan=_add),
-    "RevokeToken": Handler(plan=_revoke),
-    "ListTokens": Handler(look=_list),
+    "AddToken": Handler(plan=_add_token),
+    "RevokeToken": Handler(plan=_revoke_token),
+    "ListTokens": Handler(look=_list_tokens),
 }

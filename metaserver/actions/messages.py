@@ -87,10 +87,10 @@ def _places(desk: Desk, subject: str, dead_letters_of: str) -> list[Place]:
     """
     if not dead_letters_of:
         return [(subject, {})]
-    whose = real_subject(subject), dead_letters_of
-    places: list[Place] = [(dead_letter_subject(*whose), {})]
-    if chosen := dead_letter_subjects(desk.registry.directory.limits).get(whose):
-        places.append((chosen, {SUBJECT: whose[0], GROUP: whose[1]}))
+    source = real_subject(subject), dead_letters_of
+    places: list[Place] = [(dead_letter_subject(*source), {})]
+    if chosen := dead_letter_subjects(desk.registry.directory.limits).get(source):
+        places.append((chosen, {SUBJECT: source[0], GROUP: source[1]}))
     return places
 
 
@@ -179,8 +179,8 @@ class _Taken:
 @asynccontextmanager
 async def _taking(desk: Desk, words: Words, groups: Sequence[Group]) -> AsyncIterator[_Taken]:
     taken, source_subject = _Taken(), words["from"]
-    whose = (words["subject"], words["group"]) if source_subject else None
-    choice = Choice(id=words["id"], reason=words["reason"], whose=whose)
+    owner = (words["subject"], words["group"]) if source_subject else None
+    choice = Choice(id=words["id"], reason=words["reason"], whose=owner)
     to = words["to"]
     at = [desk.master_of(group) for group in groups_of_subject(desk, to, "")] if to else []
     async with AsyncExitStack() as stack:

@@ -166,11 +166,11 @@ def _objections(
 ) -> Iterable[str]:
     known = directory.groups.get(group)
     if known and takes_messages and not known.draining:
-        open_ones = sorted(subject for subject in subjects if not directory.is_marked(group, subject))
-        if open_ones:
-            count = f"{len(open_ones):,} subject{'s' if len(open_ones) > 1 else ''}"
+        unmarked = sorted(subject for subject in subjects if not directory.is_marked(group, subject))
+        if unmarked:
+            count = f"{len(unmarked):,} subject{'s' if len(unmarked) > 1 else ''}"
             yield (
-                f"producers of {count} ({first_of(open_ones)}) may send to {group} until the last moment; first "
+                f"producers of {count} ({first_of(unmarked)}) may send to {group} until the last moment; first "
                 f"DrainGroup, or MarkReadonly with waitMs"
             )
     yield from _left(group, contents)
@@ -296,7 +296,7 @@ async def _remove_subject(desk: Desk, words: Words) -> Plan:
     )
 
 
-async def _list(desk: Desk, words: Words) -> Any:
+async def _list_routes(desk: Desk, words: Words) -> Any:
     prefix, group, after, limit = words["prefix"], words["brokerGroup"], words["after"], words.number("limit")
 
     def find(routes: dict[str, Route]) -> list[dict[str, Any]]:
@@ -311,7 +311,7 @@ async def _list(desk: Desk, words: Words) -> Any:
     return await desk.on_all_routes(find)
 
 
-async def _query(desk: Desk, words: Words) -> Any:
+async def _query_route(desk: Desk, words: Words) -> Any:
     directory, subject = desk.registry.directory, real_subject(words["subject"])
     route = desk.registry.routes.get(subject)
     if route is None or not route.groups:
@@ -342,8 +342,8 @@ def _seen(desk: Desk, route: Route, name: str) -> dict[str, Any]:
 
 HANDLERS = {
     "AddNewSubject": Handler(plan=_add_new_subject),
-    "ListSubjectRoutes": Handler(look=_list),
-    "QuerySubjectRoute": Handler(look=_query),
+    "ListSubjectRoutes": Handler(look=_list_routes),
+    "QuerySubjectRoute": Handler(look=_query_route),
     "AddSubjectBrokerGroup": Handler(plan=_add_group),
     "RemoveSubjectBrokerGroup": Handler(plan=_remove_group),
     "ExtendSubjectRoute": Handler(plan=_extend),
