@@ -205,14 +205,14 @@ async def _take(taken: _Taken, source: DeadLetters, choice: Choice, limit: int) 
         chosen += list(choice.of(source.broker_group, pieces, ALL))[: limit - taken.count]
 
 
-def _needs(words: Words) -> tuple[tuple[str, str], ...]:
+def _needs_redrive(words: Words) -> tuple[tuple[str, str], ...]:
     """Return the rights for Redrive. In a subject shared with other groups, all messages are read to choose from."""
     named = ((CONSUME, words["from"]), (PRODUCE, words["to"]))
     own = (REDRIVE, retry_subject(words["subject"], words["group"]))
     return (own, *((right, subject) for right, subject in named if subject))
 
 
-async def _plan(desk: Desk, words: Words) -> Plan:
+async def _plan_redrive(desk: Desk, words: Words) -> Plan:
     to = words["to"]
     if is_derived_name(to):
         return refused(f"{to} is written by brokers alone; without a subject they go back to their group")
@@ -228,13 +228,13 @@ async def _plan(desk: Desk, words: Words) -> Plan:
         orders=taken.count > 0,
         subjects=frozenset({to or retry_subject(words["subject"], words["group"])}),
         groups=frozenset(group.name for group in (*groups, *others)),
-        needs=_needs(words),
+        needs=_needs_redrive(words),
         before={"deadLetters": taken.looked_at},
         after=after | ({"notAsked": taken.unasked} if taken.unasked else {}),
     )
 
 
-async def _carry_out(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
+async def _carry_out_redrive(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
     """Carry out the move. The audit row is written first, the outcome second."""
     try:
         await desk.registry.change((), replace(audit, result="begun"))
@@ -367,5 +367,5 @@ async def _carry_out_produce(desk: Desk, words: Words, plan: Plan, audit: AuditR
 HANDLERS = {
     "Produce": Handler(plan=_plan_produce, needs=_needs_produce, carry_out=_carry_out_produce),
     "Browse": Handler(look_as=_browse),
-    "Redrive": Handler(plan=_plan, needs=_needs, carry_out=_carry_out),
+    "Redrive": Handler(plan=_plan_redrive, needs=_needs_redrive, carry_out=_carry_out_redrive),
 }
