@@ -18,8 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from qmq.metaserver.console.burning import Finding, shortened
 from qmq.metaserver.console.display import NOTHING, duration, number, rate, size, spark
+from qmq.metaserver.console.findings import Finding, shortened
 
 PROCESSES_MAX = 100
 DISK_LOW = 0.15
@@ -158,7 +158,7 @@ _TILES = (
     ("late", "Late", "delayed", "/delayed"),
     ("disk_free", "Least disk free", "", ""),
 )
-_BURNING = frozenset({"dead", "late"})
+_BAD_ABOVE_ZERO = frozenset({"dead", "late"})
 """Totals of which one is already too many."""
 
 
@@ -182,7 +182,7 @@ def _tile(name: str, label: str, unit: str, path: str, survey: Survey, history: 
         text = size(value or None)
     else:
         text = duration(value) if name == "lag_seconds" else number(int(value))
-    level = "bad" if value and name in _BURNING else ""
+    level = "bad" if value and name in _BAD_ABOVE_ZERO else ""
     return Tile(label, text, unit, spark(history.recent("total", name), now_ms), level, path)
 
 

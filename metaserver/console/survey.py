@@ -23,8 +23,8 @@ from qmq.metaserver.actions.causes import Check
 from qmq.metaserver.actions.desk import Desk, together, wall_ms
 from qmq.metaserver.actions.doctor import examine_reported
 from qmq.metaserver.actions.installation import active_watchdogs
-from qmq.metaserver.console import burning
-from qmq.metaserver.console.burning import Finding, Movements, Progress
+from qmq.metaserver.console import findings
+from qmq.metaserver.console.findings import Finding, Movements, Progress
 from qmq.metaserver.console.front import LONG_MS, RATES, History, Key, Process, Survey
 from qmq.metaserver.model import DELAY, NORMAL, Broker, Directory, Group, Routes
 from qmq.process_metrics import process_figures
@@ -116,10 +116,10 @@ class Surveyor:
         survey.findings = [
             *of_checks(survey.checks),
             *self._movements.look(places, survey.at_ms),
-            *burning.of_late(late),
-            *burning.of_subjects(closed, count),
-            *burning.of_parked(self._parked),
-            *burning.of_dead_letters(groups),
+            *findings.of_late(late),
+            *findings.of_subjects(closed, count),
+            *findings.of_parked(self._parked),
+            *findings.of_dead_letters(groups),
         ]
         self._record(survey)
         survey.took_s = time.monotonic() - began
@@ -250,7 +250,7 @@ class Surveyor:
         answers = {name: answer for (name, _), answer in zip(asked, found, strict=True) if answer is not None}
         late = {name: (answer.due_messages, answer.due_age_ms) for name, answer in answers.items()}
         survey.totals["pending"] = sum(answer.pending_messages for answer in answers.values())
-        survey.totals["late"] = sum(messages for messages, age_ms in late.values() if age_ms >= burning.LATE_MS)
+        survey.totals["late"] = sum(messages for messages, age_ms in late.values() if age_ms >= findings.LATE_MS)
         return late
 
     def _record(self, survey: Survey) -> None:
@@ -284,7 +284,7 @@ async def in_pieces(asked: Sequence[T], ask: Callable[[T], Awaitable[Any]]) -> l
 def of_checks(checks: Iterable[Check]) -> list[Finding]:
     """Return Doctor's findings."""
     return [
-        Finding(str(check["kind"]), burning.BAD, f"{check['name']}: {check['found']}", check["remedy"], "/doctor")
+        Finding(str(check["kind"]), findings.BAD, f"{check['name']}: {check['found']}", check["remedy"], "/doctor")
         for check in checks
         if not check["ok"]
     ]
@@ -341,7 +341,7 @@ async def closed_subjects(directory: Directory, routes: Routes, takes: set[str])
         is_open = any(name in takes and not directory.is_marked(name, route.subject) for name in route.groups)
         if route.groups and not is_open:
             count += 1
-            closed += [route.subject] if count <= burning.LISTED_MAX else []
+            closed += [route.subject] if count <= findings.LISTED_MAX else []
         if number % ROUTES_AT_ONCE == ROUTES_AT_ONCE - 1:
             await asyncio.sleep(0)
     return sorted(closed), count

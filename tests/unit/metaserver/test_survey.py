@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from qmq.dead_letters import REDRIVER
-from qmq.metaserver.console import burning, front, survey
-from qmq.metaserver.console.burning import Movements, Progress, of_dead_letters, of_late, of_subjects, shortened
+from qmq.metaserver.console import findings, front, survey
+from qmq.metaserver.console.findings import Movements, Progress, of_dead_letters, of_late, of_subjects, shortened
 from qmq.metaserver.console.front import LONG_MS, RECENT, RECENT_MS, History, Ring
 from qmq.metaserver.console.survey import Surveyor, closed_subjects, figures_of, parked_of, rates_of
 from qmq.process_metrics import process_figures
@@ -114,10 +114,10 @@ async def test_subject_without_an_open_group_is_found(world):
     assert await closed({"g2"}) == (["shop"], 1)
     await world.done("MarkReadonlyBrokerGroup", brokerGroup="g1", subject="shop")
     assert await closed({"g1", "g2"}) == (["shop"], 1)
-    for number in range(burning.LISTED_MAX + 3):
+    for number in range(findings.LISTED_MAX + 3):
         await world.routed(f"shop.{number}", groups=("g1",))
     names, count = await closed({"g2"})
-    assert len(names) == burning.LISTED_MAX and count == burning.LISTED_MAX + 4
+    assert len(names) == findings.LISTED_MAX and count == findings.LISTED_MAX + 4
     assert shortened(of_subjects(names, count))[-1].text == "and 4 more: subjects"
 
 
@@ -132,11 +132,11 @@ def test_rates_are_means_of_the_newest_samples():
 
 def test_group_stands_still_after_a_minute():
     movements, row = Movements(), Progress("s", "billing", messages=5, done=9, causes=["no_consumer"])
-    assert movements.look([("g1", row)], 0) == movements.look([("g1", row)], burning.STALLED_MS - 1) == []
-    (finding,) = movements.look([("g1", row)], burning.STALLED_MS)
+    assert movements.look([("g1", row)], 0) == movements.look([("g1", row)], findings.STALLED_MS - 1) == []
+    (finding,) = movements.look([("g1", row)], findings.STALLED_MS)
     assert finding.text == "billing stands still" and "no consumer" in finding.detail
     row.done += 1
-    assert movements.look([("g1", row)], burning.STALLED_MS + 1) == []
+    assert movements.look([("g1", row)], findings.STALLED_MS + 1) == []
 
 
 def test_group_stands_still_on_one_broker_group():
@@ -148,7 +148,7 @@ def test_group_stands_still_on_one_broker_group():
         return movements.look([("g1", stuck), ("g2", moving), ("g3", stuck)], at_ms)
 
     look(0)
-    (finding,) = look(burning.STALLED_MS)
+    (finding,) = look(findings.STALLED_MS)
     assert finding.detail == "s on g1, g3: 10 messages not acked, and none was for 60 s"
 
 
@@ -159,8 +159,8 @@ def test_hung_handler_is_found_in_a_busy_group():
     def look(at_ms, **more):
         return movements.look([("g1", Progress("s", "g", messages=9, done=at_ms, oldest_ms=7, **more))], at_ms)
 
-    assert look(0) == look(burning.HUNG_MS) == []
-    (finding,) = look(burning.HUNG_MS + 1, first_unacked_ms=burning.HUNG_MS)
+    assert look(0) == look(findings.HUNG_MS) == []
+    (finding,) = look(findings.HUNG_MS + 1, first_unacked_ms=findings.HUNG_MS)
     assert (finding.kind, finding.detail) == (
         "handlers",
         "s on g1: a consumer has had the same first message for 2 min",
@@ -171,7 +171,7 @@ def test_hung_handler_is_found_in_a_busy_group():
 def test_postponed_messages_and_left_broadcasts_are_no_findings(cause):
     movements = Movements()
     row = Progress("s", "g", messages=1, causes=["no_consumer", cause])
-    assert movements.look([("g1", row)], 0) == movements.look([("g1", row)], 10 * burning.STALLED_MS) == []
+    assert movements.look([("g1", row)], 0) == movements.look([("g1", row)], 10 * findings.STALLED_MS) == []
 
 
 def test_findings_are_bounded_per_kind():
@@ -179,7 +179,7 @@ def test_findings_are_bounded_per_kind():
     found = shortened(of_dead_letters(rows))
     assert [finding.text for finding in found][-1] == "and 3 more: dead letters" and len(found) == 6
     assert found[0].text == "8 dead letters of g8"
-    assert of_late({"d1": (3, burning.LATE_MS - 1), "d2": (0, 0)}) == []
+    assert of_late({"d1": (3, findings.LATE_MS - 1), "d2": (0, 0)}) == []
     assert of_late({"d1": (1, 61_000)})[0].detail == "d1: the oldest was due 61 s ago"
 
 
