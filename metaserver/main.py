@@ -327,12 +327,12 @@ def make_provider(settings: MetaserverSettings) -> ProviderPort | None:
     if not settings.oidc_issuer:
         return None
     try:
-        from qmq.metaserver.console.oidc import Provider, Wanted
+        from qmq.metaserver.console.oidc import Provider, ProviderSettings
     except ImportError as error:
         raise CannotServe(f"oidc_issuer is set, which needs qmq[console-oidc]: {error}") from error
     pairs = (text.partition("=") for text in settings.oidc_roles)
     return Provider(
-        Wanted(
+        ProviderSettings(
             settings.oidc_issuer,
             settings.oidc_client_id,
             settings.oidc_client_secret,

@@ -49,7 +49,7 @@ RANKS = (TokenRole.ADMIN, TokenRole.OPERATOR, TokenRole.VIEWER)
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ProviderSettings:
     """Settings of the provider: its address, our client there, and roles by claim.
 
     Args:
@@ -69,8 +69,8 @@ class Wanted:
 class Provider:
     """Client of one OpenID provider. Made by main; used on the loop."""
 
-    def __init__(self, wanted: Wanted) -> None:
-        self.wanted = wanted
+    def __init__(self, settings: ProviderSettings) -> None:
+        self.settings = settings
         self._used: dict[str, int] = {}
         """States of finished logins, until they expire."""
 
@@ -82,12 +82,12 @@ class Provider:
         attempt = Attempt(
             secrets.token_urlsafe(24), secrets.token_urlsafe(24), generate_token(64), to, now_ms + ATTEMPT_MS
         )
-        wanted = self.wanted
+        settings = self.settings
         address = prepare_grant_uri(
             metadata["authorization_endpoint"],
-            wanted.client_id,
+            settings.client_id,
             "code",
-            redirect_uri=wanted.redirect,
+            redirect_uri=settings.redirect,
             scope="openid profile email",
             state=attempt.state,
             nonce=attempt.nonce,
@@ -108,7 +108,7 @@ class Provider:
         metadata = await self._metadata()
         token = await self._exchange(metadata["token_endpoint"], query["code"], attempt.verifier)
         claims = await self._claims(metadata["jwks_uri"], token, attempt.nonce, now_ms)
-        return Caller(name_of(claims, self.wanted.name_claim), role_of(claims, self.wanted))
+        return Caller(name_of(claims, self.settings.name_claim), role_of(claims, self.settings))
 
     def _use(self, state: str, attempt: Attempt, now_ms: int) -> None:
         """Record the use of a state, which is valid once, in time, in the browser that began. Raises AccessError
@@ -124,26 +124,26 @@ class Provider:
         self._used[state] = attempt.until_ms
 
     async def _metadata(self) -> Any:
-        metadata = OpenIDProviderMetadata(await _fetch(get_well_known_url(self.wanted.issuer, external=True)))
-        if metadata.get("issuer") != self.wanted.issuer:
-            raise NotServed(f"the provider's issuer is {str(metadata.get('issuer'))[:200]}, not {self.wanted.issuer}")
+        metadata = OpenIDProviderMetadata(await _fetch(get_well_known_url(self.settings.issuer, external=True)))
+        if metadata.get("issuer") != self.settings.issuer:
+            raise NotServed(f"the provider's issuer is {str(metadata.get('issuer'))[:200]}, not {self.settings.issuer}")
         missing = [name for name in ("authorization_endpoint", "token_endpoint", "jwks_uri") if not metadata.get(name)]
         if missing:
             raise NotServed(f"the provider's metadata lack {missing[0]}")
         return metadata
 
     async def _exchange(self, address: str, code: str, verifier: str) -> str:
-        wanted = self.wanted
+        settings = self.settings
         body = prepare_token_request(
             "authorization_code",
             code=code,
-            redirect_uri=wanted.redirect,
+            redirect_uri=settings.redirect,
             code_verifier=verifier,
-            client_id=wanted.client_id,
+            client_id=settings.client_id,
         )
         headers = {"Content-Type": "application/x-www-form-urlencoded"}
-        if wanted.client_secret:
-            both = f"{wanted.client_id}:{wanted.client_secret}".encode()
+        if settings.client_secret:
+            both = f"{settings.client_id}:{settings.client_secret}".encode()
             headers["Authorization"] = f"Basic {base64.b64encode(both).decode()}"
         answer = await _fetch(urllib.request.Request(address, body.encode(), headers))
         if not isinstance(token := answer.get("id_token"), str):
@@ -151,7 +151,7 @@ class Provider:
         return token
 
     async def _claims(self, keys_at: str, token: str, nonce: str, now_ms: int) -> Mapping[str, Any]:
-        wanted = self.wanted
+        settings = self.settings
         try:
             keys = KeySet.import_key_set(await _fetch(keys_at))
             decoded = jwt.decode(token, keys, algorithms=ALGORITHMS)
@@ -159,10 +159,10 @@ class Provider:
                 decoded.claims,
                 decoded.header,
                 options={
-                    "iss": {"essential": True, "value": wanted.issuer},
-                    "aud": {"essential": True, "value": wanted.client_id},
+                    "iss": {"essential": True, "value": settings.issuer},
+                    "aud": {"essential": True, "value": settings.client_id},
                 },
-                params={"nonce": nonce, "client_id": wanted.client_id},
+                params={"nonce": nonce, "client_id": settings.client_id},
             )
             claims.validate(now=now_ms // 1000, leeway=LEEWAY_S)
         except JoseError as error:
@@ -172,16 +172,16 @@ class Provider:
         return dict(claims)
 
 
-def role_of(claims: Mapping[str, Any], wanted: Wanted) -> TokenRole:
+def role_of(claims: Mapping[str, Any], settings: ProviderSettings) -> TokenRole:
     """Return the highest role among a person's claims; raises AccessError."""
-    found = _claim(claims, wanted.roles_claim)
+    found = _claim(claims, settings.roles_claim)
     listed = found if isinstance(found, list) else [found]
     has = {value for value in listed if isinstance(value, str)}
     for role in RANKS:
-        if any(mine == role and value in has for mine, value in wanted.roles):
+        if any(granted == role and value in has for granted, value in settings.roles):
             return role
     raise AccessError(
-        f"nothing in the claim {wanted.roles_claim} has a role here; an admin of the provider can add one"
+        f"nothing in the claim {settings.roles_claim} has a role here; an admin of the provider can add one"
     )
 
 

@@ -15,7 +15,7 @@ import pytest
 from qmq.errors import AccessError, NotServed
 from qmq.http_port import HttpPort, listen
 from qmq.metaserver.console import routes
-from qmq.metaserver.console.oidc import Provider, Wanted, role_of
+from qmq.metaserver.console.oidc import Provider, ProviderSettings, role_of
 from qmq.metaserver.console.routes import LOGIN_COOKIE
 from qmq.metaserver.console.sessions import ATTEMPT_MS
 from qmq.metaserver.main import make_provider
@@ -46,14 +46,14 @@ def issuer():
         process.wait(30)
 
 
-def wanted(issuer, **more):
+def settings_of(issuer, **more):
     words = {"client_id": CLIENT, "client_secret": SECRET, "redirect": BACK, "roles": ROLES}
-    return Wanted(issuer, **(words | {"roles_claim": "groups", "name_claim": "preferred_username"} | more))
+    return ProviderSettings(issuer, **(words | {"roles_claim": "groups", "name_claim": "preferred_username"} | more))
 
 
 @asynccontextmanager
 async def console_of(issuer, tmp_path, **more):
-    console = ConsoleWorld(tmp_path / "metaserver.db", provider=Provider(wanted(issuer, **more)))
+    console = ConsoleWorld(tmp_path / "metaserver.db", provider=Provider(settings_of(issuer, **more)))
     await console.open()
     yield console
     console.close()
@@ -167,7 +167,7 @@ async def test_absent_or_foreign_provider_is_refused(tmp_path, issuer):
         token = await console.browser.post("/console/login", data={"token": console.tokens["viewer"]})
         assert token.status_code == 303, "a token is accepted as before"
     with pytest.raises(NotServed, match="issuer is"):
-        await Provider(wanted(f"{issuer}/")).begin("/console", now_ms=0)
+        await Provider(settings_of(f"{issuer}/")).begin("/console", now_ms=0)
 
 
 async def test_browser_returns_logged_in(tmp_path, issuer):
@@ -204,21 +204,21 @@ def test_settings_make_a_provider(issuer):
     query = parse_qs(urlsplit(address).query)
     assert (query["redirect_uri"], query["client_id"]) == ([words["oidc_redirect"]], [CLIENT])
     assert (attempt.to, attempt.until_ms, query["state"]) == ("/console", 5 + ATTEMPT_MS, [attempt.state])
-    assert role_of({"groups": ["a=b"]}, provider.wanted) == TokenRole.ADMIN
+    assert role_of({"groups": ["a=b"]}, provider.settings) == TokenRole.ADMIN
     assert make_provider(MetaserverSettings(cluster_token="a secret of all")) is None
 
 
 def test_roles_are_read_from_the_configured_claim():
-    keycloak = wanted("http://p", roles_claim="realm_access.roles")
+    keycloak = settings_of("http://p", roles_claim="realm_access.roles")
     assert role_of({"realm_access": {"roles": ["on-call"]}}, keycloak) == TokenRole.OPERATOR
-    auth0 = wanted("http://p", roles_claim="https://shop.example/roles")
+    auth0 = settings_of("http://p", roles_claim="https://shop.example/roles")
     assert role_of({"https://shop.example/roles": ["on-call"]}, auth0) == TokenRole.OPERATOR
-    nested = wanted("http://p", roles_claim="resource_access.shop.web.roles")
+    nested = settings_of("http://p", roles_claim="resource_access.shop.web.roles")
     assert role_of({"resource_access": {"shop.web": {"roles": ["on-call"]}}}, nested) == TokenRole.OPERATOR
-    assert role_of({"groups": "on-call"}, wanted("http://p")) == TokenRole.OPERATOR
+    assert role_of({"groups": "on-call"}, settings_of("http://p")) == TokenRole.OPERATOR
     for groups in (True, 5, None, [["on-call"]], {"on-call": False}):
         with pytest.raises(AccessError, match="has a role here"):
-            role_of({"groups": groups}, wanted("http://p"))
+            role_of({"groups": groups}, settings_of("http://p"))
 
 
 def test_settings_of_a_provider_are_checked_as_a_whole():
