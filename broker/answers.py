@@ -55,7 +55,7 @@ Found = list[tuple[Frame, Buffer]]
 
 
 class _MissingFrames:
-    """Frames that one answer still has to read."""
+    """Frames of one answer that are not in memory."""
 
     __slots__ = ("found", "_missing", "_done")
 
@@ -163,6 +163,7 @@ class PullAnswer:
         self._is_safe = self._is_over = False
 
     def safe(self, error: QmqError | None) -> None:
+        """Note that the pull frame is on enough copies; refuse the pull if that failed."""
         if error is not None:
             subscription = self.subscription
             subscription.link.refuse(self.packet, error)
@@ -176,6 +177,7 @@ class PullAnswer:
         self.subscription.answer_in_order()
 
     def read(self, bodies: list[tuple[Frame, Buffer]]) -> None:
+        """Add the frames that were not in memory."""
         self.bodies.update((found[0].offset, found) for found in bodies)
         self.is_read = True
         self.subscription.answer_in_order()
@@ -214,8 +216,8 @@ class PullAnswer:
 
 
 class AnswerSender:
-    """Sender of pull answers. Made by the delivery; ends with the mastership. `writable_again` is called when a
-    connection that was owed too much may have answers again.
+    """Sender of pull answers. Made by the delivery; ends with the mastership. `writable_again` is called when the
+    unsent answers of a connection fall below OWED_BYTES_MAX.
     """
 
     def __init__(
@@ -249,7 +251,7 @@ class AnswerSender:
         mastership.gate.progress(mastership.log.end, chosen.data_end, answer.safe)
 
     def _settled(self, link: Link, size: int) -> None:
-        """An answer was sent or dropped; pulls of the same connection may be waiting for that."""
+        """Subtract an answer that was sent or dropped; other pulls of the connection may be waiting for its room."""
         if link.owed_bytes >= OWED_BYTES_MAX > link.owed_bytes - size:
             self._writable_again(link)
         link.owed_bytes -= size

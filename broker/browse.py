@@ -24,14 +24,14 @@ from qmq.zstd import BLOCK_BYTES
 
 MESSAGES_MAX, MESSAGES_DEFAULT = 1_000, 100
 ANSWER_BYTES_MAX = 1 << 20
-"""Of encoded messages, without the parts of bodies that are not sent; the first one always fits."""
+"""Encoded messages of one answer, without the parts of bodies that are not sent. The first message always fits."""
 BODY_BYTES_MAX = 4 << 20
-"""Of one body in one answer."""
+"""Part of one body in one answer."""
 STEP_FRAMES, STEP_BYTES = 256, 4 << 20
-"""Read in one step."""
+"""Frames read in one step, and their bytes."""
 PAUSE_BYTES, MESSAGE_COST = 512 << 10, 8 << 10
-"""Bytes searched between pauses, and the cost of one message in searched bytes. This is half a millisecond in which no
-other thread runs; without pauses it would be five.
+"""Bytes searched between pauses, and the cost of one message in searched bytes. No other thread runs during a search:
+half a millisecond with pauses, five without.
 """
 
 
@@ -56,7 +56,7 @@ class Bodies(NamedTuple):
 
 
 class Found(NamedTuple):
-    """One stored message. `offset` is its frame's; `problem` holds the decoding error, if any.
+    """One stored message. `offset` is that of its frame; `problem` holds the decoding error, if any.
 
     `body_bytes` is the size of its stored body, None without one; `body` holds the requested part.
     """
@@ -129,7 +129,7 @@ class Browse:
         return sorted(ahead[:taken])
 
     def look_through(self, frames: list[tuple[Frame, Buffer]]) -> Iterator[None]:
-        """Collect matching messages of frames until the answer is full; yield for a pause."""
+        """Collect matching messages of frames until the answer is full; yield where the thread should pause."""
         needles, cost = self.wanted.needles(), 0
         for frame, body in reversed(frames) if self.newest_first else frames:
             for spent in self._look_into(frame, body, needles):
@@ -143,7 +143,8 @@ class Browse:
     def _look_into(self, frame: Frame, body: Buffer, needles: list[bytes]) -> Iterator[int]:
         """Search the messages of one frame until the answer is full; yield the cost of each step.
 
-        Bodies are not searched, and no other thread runs during a search: large ones are passed over.
+        A frame with large bodies is not searched as a whole, because no other thread runs meanwhile. Its messages are
+        searched one by one, without their bodies.
         """
         first = frame.first_sequence
         low, high = max(self.begin, first), min(self.end, first + frame.count)

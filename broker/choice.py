@@ -1,6 +1,6 @@
 """Core. Messages of a pull: redelivered ones of its consumer, requeued ones of the group, then new ones.
 
-Decided on the fold and the index alone; `broker.serving` writes the decision down before anything leaves.
+The choice needs the fold and the index alone. `broker.serving` writes it to the log before the messages leave.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Choice:
 
     @property
     def is_over(self) -> bool:
-        """Whether the pull gets no more, even if there is more."""
+        """Whether the choice has ended: the pull is full, or the next frame may not be delivered yet."""
         return self.cut.is_stopped
 
     def again(self, consumer: Consumer) -> None:

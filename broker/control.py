@@ -34,8 +34,9 @@ from qmq.server.service import Service
 log = logging.getLogger(__name__)
 
 AT_ONCE = 500
+"""Consumer groups per request."""
 ANSWER_S = 10.0
-"""The metaserver waits some seconds each for the masters of the route and for its database."""
+"""Timeout of a request. The metaserver waits some seconds each for the masters of the route and for its database."""
 
 
 class BeginRequests:
@@ -67,6 +68,7 @@ class BeginRequests:
 async def _answers(
     groups: list[NewGroup], broker_group: str, meta_link: MetaLink, token: str
 ) -> list[Begin | NotServed | None]:
+    """Return the metaserver's answer for each group; None: its version stores no consumer groups."""
     asked = pb.BeginGroupsRequest(
         broker_group=broker_group, groups=[pb.NewGroup(**group._asdict()) for group in groups]
     )
@@ -98,15 +100,15 @@ async def _answers(
 CALLS_AT_ONCE = 2
 """More calls wait for their turn, so browsing never uses more of a broker than this."""
 CALL_S = 1.0
-"""A call that has searched so long returns its position."""
+"""Duration of a search. Then the call returns its matches, and the range that is left for the next call."""
 PAUSE_S = 0.0005
 MESSAGES_AT_ONCE = 50
 _NO_END = 1 << 63
 
 
 class BrowseCalls:
-    """Answers Browse: reads the disk on threads in small steps, so other work continues. Made by the control port; used
-    on the loop.
+    """Handler of Browse. It reads the disk on threads in small steps, so other work continues. Made by the control
+    port; used on the loop.
     """
 
     def __init__(self, service: Service[BrokerMaster]) -> None:
@@ -156,8 +158,8 @@ class BrowseCalls:
         )
 
     async def _stored_since(self, subject: str, since_ms: int) -> int:
-        """Return the first message stored at `since_ms` or later. If clocks went back there are several; return one of
-        them.
+        """Return the sequence of the first message stored at `since_ms` or later; if clocks went back, of one of
+        several such messages.
         """
         message_log = self._service.node.log
         search = borders(message_log, subject)
@@ -239,7 +241,7 @@ class Control(CopyControl[BrokerMaster]):
         self._browsing = BrowseCalls(service)
 
     async def Consumers(self, request: pb.ConsumersRequest, context: Any) -> pb.ConsumersAnswer:
-        """FAILED_PRECONDITION: not the master, or its log cannot be read."""
+        """Return the progress of consumer groups. FAILED_PRECONDITION: not the master, or its log cannot be read."""
         node, groups, sums = self._service.node, list[positions.GroupProgress](), None
         try:
             master = node.acting_master()
@@ -292,7 +294,7 @@ class Control(CopyControl[BrokerMaster]):
         return found
 
     async def Browse(self, request: pb.BrowseRequest, context: Any) -> pb.BrowseAnswer:
-        """PERMISSION_DENIED: the token may not consume from the subject. Others: see qmq.proto."""
+        """Search stored messages. PERMISSION_DENIED: the token may not consume from the subject."""
         answer = pb.BrowseAnswer()
         try:
             caller().require_subject(CONSUME, request.subject)
@@ -318,7 +320,10 @@ class Control(CopyControl[BrokerMaster]):
         return pb.MarkGroupsAnswer(known=known)
 
     async def ResetOffset(self, request: pb.ResetOffsetRequest, context: Any) -> pb.ResetOffsetAnswer:
-        """FAILED_PRECONDITION: refused, nothing changed. DEADLINE_EXCEEDED, UNAVAILABLE: the move may be lost again."""
+        """Move a consumer group.
+
+        FAILED_PRECONDITION: nothing changed. DEADLINE_EXCEEDED, UNAVAILABLE: a change of masters may undo the move.
+        """
         reset, safe = None, self._loop.create_future()
 
         def move() -> None:

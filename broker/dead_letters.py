@@ -1,4 +1,4 @@
-"""Core. Dead letters: messages that a group could not handle, stored again where people look at them.
+"""Core. Dead letters: messages that a group could not handle, stored again where operators find them.
 
 The copy goes to `%DEAD_RETRY%subject%group`, or to the subject that an operator chose, in the same log. Its properties
 describe its fate (qmq.dead_letters), and the ack of the original follows it in the log. The copy's batch number is the
@@ -62,7 +62,7 @@ class _DeadLetterJob:
     answer: Answer | None
     is_reading: bool = False
     rests: bool = False
-    """Until the part that this copy cannot read was repaired."""
+    """Whether the job waits for the repair of a part that this copy cannot read."""
 
 
 class DeadLetters:
@@ -185,7 +185,7 @@ class DeadLetters:
         self._go_on(job)
 
     def _damaged(self, job: _DeadLetterJob, problem: CorruptFrame) -> None:
-        """Report damage. The messages stay unacked; a request is refused, other work continues after the repair."""
+        """Report damage. The messages stay unacked. A job with a request ends; any other continues after the repair."""
         self._mastership.found_damage(problem)
         if job.answer is None:
             job.rests = True

@@ -327,12 +327,12 @@ class Delivery:
         answer: Answer,
         begin: Begin | None = None,
     ) -> positions.Reset:
-        """Move `group` to another position of `subject`; `answer` is called once both copies have that.
+        """Move `group` to another position of `subject`; `answer` is called once both copies have the move.
 
         `begin` is set if the cluster has a row of the group. A group without a position here gets one.
 
-        Retention deletes messages that the group had acked by age alone. The slave may have deleted some that this copy
-        still has; if it is promoted before the group has consumed them, they are skipped and counted as skipped.
+        Acked messages are deleted by age alone, so the slave may lack some that this copy still has. If the slave is
+        promoted before the group has consumed them again, they are skipped and counted as skipped.
 
         Raises:
             OperatorError, NotServed, NotMaster: not possible now. Nothing changed.
@@ -473,8 +473,8 @@ class Delivery:
             self._mastership.found_damage(problem)
 
     def _forget_idle(self) -> None:
-        """Forget broadcast consumers that stay away: they would pin the log and fill the memory (W20). Also the empty
-        mailboxes of removed groups.
+        """Forget broadcast consumers that stay away, which would pin the log and fill the memory (W20). Also forget the
+        empty mailboxes of removed groups.
 
         A consumer that is connected for a day is written to the log, so its departure is, too: `unused_since_ms` is
         right to a day, also for consumers without messages and after a change of masters.
@@ -505,8 +505,8 @@ class Delivery:
         return False
 
     def unused_since_ms(self, key: Key) -> int:
-        """Return the time at which the last consumer of a group left, or the group began; 0: it has one, or this
-        mastership is too short to tell.
+        """Return the time at which the last consumer of a group left, or the group began; 0: it has a consumer, or this
+        mastership is too young for an answer.
         """
         mastership, group = self._mastership, self._mastership.log.state.groups.get(key)
         is_young = mastership.host.monotonic_ms() - self._began_ms < KNOWN_AFTER_MS

@@ -96,7 +96,7 @@ class FilteredScan:
         self._pull_sequence = state.next_pull(self._group, subscription.consumer)
         self._entries: list[Entry] = []
         self._is_border = True
-        """Whether the next entry starts a new one: it comes from another place of the group's progress."""
+        """Whether the next entry must not extend the last one: it comes from another place of the group's progress."""
         self.looks = looks
         """Label checks that are left."""
         self.wanted: MissingFrames | None = None
@@ -342,7 +342,7 @@ class FilteredScan:
         if not self._is_border:
             last = entries[-1]
             is_alike = last[0] == kind if kind >= NUMBERS_END else last[0] < NUMBERS_END
-            if is_alike:  # an entry of the same kind continues the last one: no message of a place is left out
+            if is_alike:  # entries of one place leave out no message, so this one continues the last one
                 entries[-1] = last[0], last[1], last[2] + messages
                 return
         entries.append((kind, sequence, messages))
@@ -380,11 +380,11 @@ class Filters:
         """Subjects with more messages to scan in another pass."""
 
     def concerns(self, subscription: Subscription) -> bool:
-        """Return whether its messages have to be chosen one by one."""
+        """Return whether the messages of a subscription have to be chosen one by one."""
         return subscription.rule is not None or subscription.subject in self._log.state.ordered
 
     def is_looking(self, subscription: Subscription) -> bool:
-        """Return whether the scan for it is not finished."""
+        """Return whether the scan for a subscription is unfinished."""
         group_filter = self._filters.get(subscription.key[:2])
         return group_filter is not None and (group_filter.is_reading or subscription.subject in self.tired)
 
@@ -443,11 +443,11 @@ class Filters:
             self._readings.append(Reading(*key, partial(read_labels_of, self._log, *scan.wanted)))
         elif scan.looks <= 0:
             self.tired[subscription.subject] = None
-        else:  # a scan that found something makes the log longer when that is written
+        else:  # the pull frame of a scan that found messages moves the log end, so the group is not idle then
             group_filter.idle_at = subscription.rule, self._log.end, cut.data_limit
 
     def changing(self, kind: FrameKind, key: tuple[str, str, str], entries: list[Entry]) -> None:
-        """Note the messages that are concerned by progress about to be written."""
+        """Note the messages whose state is about to change by a progress frame."""
         if not key[2] and not entries:  # the group is forgotten
             self._asked.pop(key[:2], None)
             self._warned.discard(key[:2])

@@ -29,8 +29,11 @@ class Keys:
 
     def __init__(self) -> None:
         self._holder: dict[int, int] = {}
+        """Key -> sequence of its holder."""
         self._key: dict[int, int] = {}
+        """Sequence of a holder -> its key."""
         self._behind: dict[int, deque[int]] = {}
+        """Key -> sequences of the messages behind its holder, in order."""
         self.deferred = 0
         """Messages that wait behind the holder of their key."""
 
@@ -126,7 +129,7 @@ class GroupFilter:
         return bool(self.seen_ms or self._again_ms or self.has_failed)
 
     def is_overdue(self, now_ms: int) -> bool:
-        """Return whether its pulls must be served although nothing came for them."""
+        """Return whether the group's pulls must be served although no message or retry came."""
         is_unwritten = self.seen_ms and not 0 <= now_ms - self.seen_ms < PASSED_MS
         return bool(is_unwritten) or self.has_failed or 0 < self._again_ms <= now_ms
 
@@ -157,6 +160,7 @@ class GroupFilter:
             self.settle(group, begin, end)
 
     def settle(self, group: Group, begin: int, end: int) -> None:
+        """Free the keys of settled messages `[begin, end)`, and note the next holder of each."""
         keys = self.keys
         if keys:
             for sequence in range(begin, end):
@@ -188,6 +192,8 @@ def restore_keys(group_filter: GroupFilter, log: MessageLog, label_cache: LabelC
 
 
 class _Making:
+    """Restoration of one group's keys from the fold and the labels."""
+
     def __init__(self, group_filter: GroupFilter, log: MessageLog, label_cache: LabelCache) -> None:
         self._group_filter = group_filter
         self._log = log

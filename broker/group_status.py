@@ -56,10 +56,7 @@ class Cause(StrEnum):
 
 
 class Facts(NamedTuple):
-    """Facts from which a group's causes follow, at one moment.
-
-    new, due: messages never delivered; requeued messages that are due, 0 or 1.
-    """
+    """Facts from which a group's causes follow, at one moment."""
 
     group: Group
     connected: Sequence[Subscription]
@@ -72,7 +69,9 @@ class Facts(NamedTuple):
     is_looking: bool
     is_ordered: bool
     new: int
+    """Messages never delivered."""
     due: int
+    """Requeued messages that are due; 1 stands for any number."""
 
     @property
     def has_backlog(self) -> bool:
@@ -192,7 +191,7 @@ def causes(facts: Facts) -> list[Cause]:
 
 
 class Causes:
-    """Checks all groups in turn. Made by `broker.delivery`; ends with the mastership.
+    """Check of all groups in turn. Made by `broker.delivery`; ends with the mastership.
 
     Args:
         facts: returns the facts of a (subject, consumer group), or None if it does not exist.

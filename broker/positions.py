@@ -1,4 +1,4 @@
-"""Core. Where consumer groups begin, how far they are, and where an operator moves them.
+"""Core. Positions of consumer groups: their begin, their progress, and moves by an operator.
 
 A group begins once in the cluster (decision 80). The metaserver stores its begin at the first SUBSCRIBE anywhere;
 before that, the masters of the subject's route note where the subject ends. A SUBSCRIBE waits here for the
@@ -78,11 +78,11 @@ class GroupProgress:
     lag: int
     """Messages not acked."""
     oldest_offset: int | None
-    """Frame of the oldest of them that is in the log."""
+    """Frame of the oldest message not acked that is in the log."""
     consumers: list[ConsumerProgress]
     dead_letters: int
-    """Messages in the group's own dead-letter subject that were not redriven. Plus the newest in a subject chosen by an
-    operator, as many as the fold remembers of a producer, redriven or not. 0 for derived subjects.
+    """Messages in the group's own dead-letter subject that were not redriven, and the group's newest ones in a subject
+    chosen by an operator, redriven or not: as many as the fold remembers of a producer. 0 for derived subjects.
     """
 
 
@@ -172,7 +172,7 @@ class Behind:
             heapreplace(heap, entry)
 
     def keys(self) -> list[Key]:
-        """Return the groups that were found."""
+        """Return the found groups: the largest lag first, then the most dead letters first."""
         found = sorted(self._behind, reverse=True) + sorted(self._dead, reverse=True)
         return list(dict.fromkeys(key for _, _, key in found))
 
@@ -314,6 +314,7 @@ def borders(log: MessageLog, subject: str) -> Generator[FrameRef, bool, int]:
 NOTED_MAX = 10_000
 """Noted ends that are kept. After its noted end was dropped, a group begins by time, some messages earlier."""
 WAITING_MAX = 1_000
+"""Groups, and consumers of each, that wait for the metaserver; further ones are refused."""
 NOW = "now"
 """Mark that names the current end of the subject."""
 

@@ -1,6 +1,6 @@
 """Core. Retention of a broker's log: by age and by size, but not before every consumer group has consumed it.
 
-Not consumed are messages that a group was never delivered, has unacked, or has requeued. They stay, with everything
+A group has not consumed a message that is undelivered, unacked or requeued. Unconsumed messages stay, with everything
 behind them, unless the setting `unconsumed` is "drop". A disk that fills up this way makes the broker group readonly.
 """
 

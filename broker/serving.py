@@ -5,7 +5,7 @@ records them, and `broker.answers` sends them once that is safe. A pass ends whe
 still wait; the loop then reads its sockets before the next pass. So a backlog, a group of many consumers or a consumer
 with many pulls delays the others by at most one pass.
 
-Operators limit service in two ways. A rate fills a bucket of messages for a group, up to its gain in BURST_S; a
+Operators limit service in two ways. A rate fills a bucket of messages for a group, up to the amount of BURST_S; a
 group with an empty bucket is served again from the next tick on. Messages of the group's retry subject count too.
 Consumers that are switched off stay subscribed and keep their unacked messages, but get no new ones.
 """
@@ -165,7 +165,7 @@ class Rates:
         return list(dry)
 
     def is_slowed(self, key: Key, now_ms: int) -> bool:
-        """Return whether its rate holds back messages of the group now."""
+        """Return whether a rate holds back messages of the group now."""
         bucket = self._of(key)
         return bucket is not None and bucket.dry_ms is not None and now_ms - bucket.dry_ms < DRY_MS
 
@@ -176,7 +176,7 @@ class Rates:
 
 
 class Serving:
-    """Serves the waiting pulls of a master. Made by the delivery; ends with the mastership."""
+    """Service of a master's waiting pulls. Made by the delivery; ends with the mastership."""
 
     def __init__(self, mastership: Mastership, counters: Counters, subscriptions: Subscriptions) -> None:
         self._mastership = mastership
@@ -346,7 +346,7 @@ class Serving:
             self.make_dead(subscription, chosen.dead)
 
     def make_dead(self, subscription: Subscription, dead: list[tuple[int, int]]) -> None:
-        """Make dead letters of messages above the delivery limit. They were delivered for that alone, and not sent."""
+        """Make dead letters of messages above the delivery limit, which are not sent to the consumer."""
         self.dead_letters.make_dead(subscription.key, [DeadRange(*range_, False) for range_ in dead], None, None)
 
     def is_offline(self, subscription: Subscription) -> bool:

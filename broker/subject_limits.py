@@ -11,8 +11,8 @@ A message's age counts from its storage, by the master's clock. Nothing expires 
 
 Bytes are counted through the consume log: each frame once when it arrives and once when the group has passed it, a few
 milliseconds per tick. After a start, or when a group was moved, the count begins at the group's position and grows tick
-by tick up to the subject's end. Requeued messages are summed again when they changed, the oldest ranges of them. What
-is not counted yet counts as zero; of a partly consumed frame the rest is estimated.
+by tick up to the subject's end. Requeued messages are summed again when they changed, the oldest ranges of them. Bytes
+that are not counted yet count as zero. The rest of a partly consumed frame is estimated.
 """
 
 from __future__ import annotations
@@ -415,7 +415,7 @@ class SubjectLimits:
         return bool(refs) and message_log.timestamp_at(refs[0].offset) < since_ms
 
     def _make_dead(self, subject: str, name: str, group: Group, end: int) -> None:
-        """Give expired messages to the pruner, which makes dead letters of them; no more than it can soon handle."""
+        """Deliver expired messages to the pruner, which makes dead letters of them; no more than it can soon handle."""
         mastership, key = self._mastership, (subject, name, PRUNER)
         room = EXPIRED_AT_ONCE - group.consumers.get(PRUNER, Consumer()).unacked_messages
         pull_sequence, entries = mastership.log.state.next_pull(group, PRUNER), []

@@ -79,7 +79,7 @@ LOOKS_IN_LEASE = 4
 NEVER_MS = NOT_BEGUN
 """Later than all times; a message that was not begun is due at once."""
 LOOKING_MS = 1_000
-"""How much longer a pull waits while a scan for it is unfinished."""
+"""Time that a pull waits past its deadline while a scan for it is unfinished."""
 
 
 def _count_down(counter: Counter[Any], key: object) -> None:
@@ -421,6 +421,7 @@ class Subscriptions:
     # Waiting pulls.
 
     def wait(self, subscription: Subscription, waiting: WaitingPull, now_ms: int) -> None:
+        """Queue a pull. Raises Overloaded: the subscription has too many."""
         if len(subscription.waiting) + subscription.in_flight >= PULLS_IN_FLIGHT_MAX:
             raise Overloaded(f"more than {PULLS_IN_FLIGHT_MAX} pulls of one subscription at a time")
         subscription.waiting.append(waiting)
