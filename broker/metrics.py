@@ -18,7 +18,7 @@ from qmq.server.service import Service
 
 
 class BrokerCollector(CopyCollector[BrokerMaster]):
-    """Made by `open_http`."""
+    """Collector of a broker's metrics. Made by `open_http`."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ from qmq.replication.mastership import Mastership
 log = logging.getLogger(__name__)
 
 LOOKS_MAX = 5
-"""Searches per request, as messages may be written elsewhere meanwhile."""
+"""Searches per request. A search is repeated if a message was written elsewhere meanwhile."""
 NAMES_MAX = 5_000
 """Names in one search: each message found is read, and gathering 5,000 requests takes the loop 5 ms."""
 DECIDED_AT_ONCE = 200
@@ -70,7 +70,7 @@ class _Found(NamedTuple):
 Fates = Callable[[list[DelayState] | QmqError], None]
 """Takes the fate of each name, ids first, then keys."""
 States = dict[int, State]
-"""Number -> state of the message; none if its segment was deleted, because everything in it was over."""
+"""Number -> state of the message; none if its segment was deleted, because everything in it was done."""
 
 
 class _Asked(NamedTuple):
@@ -362,7 +362,7 @@ def _found(name: int, record: Any, state: State, message: bytes) -> _Found:
 
 def _are_all_there(named: Named, found: Sequence[_Found]) -> bool:
     """Return whether each name has one message, all of them pending. A sent or moved message may exist elsewhere too,
-    and a key may have several.
+    and a key may have several messages.
     """
     return not named.keys and len({candidate.name for candidate in found if candidate.state == State.PENDING}) == len(
         named.ids

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class DelayControl(CopyControl[DelayMaster]):
-    """Made by main; its server ends with the process."""
+    """gRPC service of a delay server. Made by main; its server ends with the process."""
 
     def __init__(
         self, service: Service[DelayMaster], settings: DelaySettings, filing: ScheduleFiler, samples: Samples
@@ -100,7 +100,7 @@ class DelayControl(CopyControl[DelayMaster]):
         return await asyncio.to_thread(_read_what_is_there, message_log, wanted)
 
     async def CancelDelayed(self, request: pb.CancelDelayedRequest, context: Any) -> pb.CancelDelayedAnswer:
-        """DEADLINE_EXCEEDED: the outcome is unknown; repeat the call. Others: see qmq.proto."""
+        """Cancel messages by id or key. DEADLINE_EXCEEDED: the outcome is unknown; repeat the call."""
         ids, keys = list(request.ids), list(request.keys)
         if not 0 < len(ids) + len(keys) <= NAMED_MAX:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"name 1 to {NAMED_MAX} messages by id or key")

@@ -163,8 +163,8 @@ class Decisions:
     def recur(self, subject: str, records: Records, recurrences: Sequence[Recurrence]) -> Frame:
         """Write occurrences of due recurring schedules, and `records` again for their next times.
 
-        One frame holds both, so a crash leaves both or none. If only a lost copy has it, the other copy derives it
-        again from the messages that `records` follow from, so both are as safe as those.
+        One frame holds both, so a crash leaves both or none. If a lost copy alone had the frame, the other copy makes
+        it again from the messages that `records` follow from. So occurrences and templates are as safe as those.
         """
         count, places = len(records), _places_of(records) + bytes(delay_frames.PLACE_BYTES * len(records))
         data_ends = [self.data_end(records[at : at + 1]) for at in range(count)]

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 BATCH_MESSAGES_MAX = 500
 BATCH_BYTES_MAX = 512 * 1024
 LOOK_MS = 50
-"""Pause of a subject that found no group; longer if many do, so that searching takes a third of the time."""
+"""Pause of a subject that found no group; longer with many subjects, so that searching takes a third of the time."""
 LOOKS_PER_MS = 50
 LOOKS_MAX = 1000
 """Subjects that search for a group in one pass: 5 to 10 ms in which the loop serves nothing else."""
@@ -290,7 +290,7 @@ class Dispatcher:
         can_go: Fits = np.array([*(home is not None for home in homes), free is not None])[piece.homes]
         if self._mastership.gate.too_few_in_sync:  # continue only with messages that both copies have
             can_go &= self._decisions.is_with_both(piece.records)
-        can_go &= piece.records["due"] <= self._mastership.retry_ms()  # not so if a wrong clock stepped back
+        can_go &= piece.records["due"] <= self._mastership.retry_ms()  # a wrong clock may have stepped back
         if not can_go.any():
             return None, can_go
         first = int(piece.homes[int(np.argmax(can_go))])

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 IN_FLIGHT_MAX = 5_000
-"""Messages in flight to one broker group: the most that other messages wait for. The rest stays in its queue at 50
-bytes each. A group that stopped keeps its messages, and takes no other group's room.
+"""Messages in flight to one broker group; no message waits behind more. The rest stays in its queue at 50 bytes each. A
+group that stopped keeps its messages, and takes no other group's room.
 """
 LANES = 16
 """Producer ids per broker group, shared by subjects. A batch without outcome delays one sixteenth of them."""
@@ -316,7 +316,7 @@ class Flights:
             self._is_unknown(batch, why)
 
     def _is_at_fault(self, batch: Flight, answer: NotStored) -> bool:
-        """Return whether its only message would be refused in any batch."""
+        """Return whether the batch has a single message, which would be refused in any batch."""
         return len(batch.records) == 1 and isinstance(answer.error, InvalidMessage)
 
     def _is_unknown(self, batch: Flight, why: str) -> None:

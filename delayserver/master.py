@@ -191,7 +191,7 @@ class DelayMaster(Master):
             self._dispatching.due(records)
 
     def due_in_ms(self) -> int:
-        """Return for how long nothing is due unless something comes in; 0: work waits for a time that is near.
+        """Return for how long no pass is needed unless a packet or an answer comes in; 0: a pass is needed soon.
 
         It is positive only if the due clock is settled and everything is filed.
         """

@@ -21,7 +21,7 @@ NAME = "qmq_delayserver"
 
 
 class DelayCollector(CopyCollector[DelayMaster]):
-    """Made by `open_http`."""
+    """Collector of a delay server's metrics. Made by `open_http`."""
 
     def __init__(
         self,

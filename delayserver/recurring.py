@@ -53,6 +53,7 @@ REST_MS = 1000
 UNREADABLE_MS = 300_000
 """Retry pause of a template that this machine cannot read: its time zone may be installed by then."""
 AGAIN_MS = 50
+"""Pause before a search is repeated."""
 REQUESTS_MAX = 1000
 """Requests waiting at the same time."""
 
@@ -67,6 +68,8 @@ class _Firing(NamedTuple):
 
 
 class _Asked(NamedTuple):
+    """A waiting request. `template`: the schedule to put; None for a delete or a list."""
+
     recur: Recur
     template: Template | None
     link: Link

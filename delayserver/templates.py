@@ -77,8 +77,8 @@ class Cron:
         raise InvalidRequest(f"cron expression {self.expression!r} is never due: no such day in 50 years")
 
     def latest(self, due_ms: int, now_ms: int) -> tuple[int, int]:
-        """Return the last occurrence up to `now_ms`, and the number of occurrences before it from `due_ms` on, which is
-        one.
+        """Return the last occurrence up to `now_ms`, and how many are skipped: those before it from `due_ms` on, which
+        is an occurrence.
 
         The count ends at `SKIPPED_MAX`.
         """
@@ -129,7 +129,7 @@ class Cron:
             for shown in CronSim(self.expression, wall):
                 moment, near = shown.replace(tzinfo=UTC) - offset, at + 2 * _DAY
                 change = self._change(at, min(moment, near))
-                if change is not None:  # the clock shows this itself at the change
+                if change is not None:  # from the change on, the clock shows other times
                     at, wall, is_over = change, self._wall(change) - _SECOND, False
                     break
                 if moment > near:  # the days before it show no such time at any offset
@@ -181,7 +181,6 @@ LABEL = (1 << 32) - 1
 """Label of templates: the bits of all tags, and no order key."""
 ID_PREFIX = "recurring:"
 """Prefix of a template's id, before its name, so that a cancel by id can delete it."""
-"""Size of a frame besides template and occurrence, with their size difference: one frame holds both."""
 _TIMES = struct.Struct(">qq")
 _LENGTH = struct.Struct(">H")
 _SUBJECT_AT = 17
@@ -244,7 +243,8 @@ def new_template(recur: Recur, *, message_bytes_max: int) -> Template:
         why = "(message_bytes_max)" if most == message_bytes_max else "for a recurring schedule: shorten its message"
         raise MessageTooLarge(f"an occurrence has {size} bytes, more than {most} {why}")
     for _, fault in check_messages(join_batch([occurrence]), 1, message_bytes_max):
-        raise InvalidMessage(f"brokers would refuse its occurrences: {fault}")  # and many tags would equal our label
+        # Among the faults are too many tags, which could set every bit of LABEL.
+        raise InvalidMessage(f"brokers would refuse its occurrences: {fault}")
     return template
 
 

@@ -41,7 +41,7 @@ READ_BYTES = 4 << 20
 
 
 class ScheduleFiler:
-    """Files log frames into the schedule, and flushes it. Made by main; used on the loop.
+    """Filer of log frames into the schedule, which it also flushes. Made by main; used on the loop.
 
     Args:
         make: opens the schedule for a log that starts at this offset.
@@ -88,7 +88,7 @@ class ScheduleFiler:
         return self.is_reading or bool(self._rebuild_reason)
 
     def quiet_ms(self) -> int:
-        """Return for how long a slave has nothing to file unless something comes in."""
+        """Return for how long a slave has nothing to file unless a frame comes in."""
         return QUIET_MS if self.reaches(self.known_end) else 0
 
     @property
@@ -130,7 +130,7 @@ class ScheduleFiler:
         return filed_end == log.start or log.chain_is(filed_end, self.schedule.filed_chain)
 
     def is_damaged(self, schedule: Schedule, problem: DamagedSchedule) -> None:
-        """Rebuild a schedule that a search found damaged. If it was replaced meanwhile, its files are just deleted."""
+        """Rebuild a schedule that a search found damaged, unless it was replaced, and its files deleted, meanwhile."""
         if schedule is self.schedule:
             self.rebuild(str(problem))
 
@@ -180,7 +180,7 @@ class ScheduleFiler:
         self._host.read(lambda: message_log.stored.read(begin, end, READ_BYTES), done)
 
     def keep(self, now_ms: int) -> None:
-        """Start a flush if one is worth it."""
+        """Start a flush if enough has changed."""
         if self._is_flushing:
             return
         schedule = self.schedule

@@ -1,8 +1,8 @@
 """Core. The wheel: loaded messages in the order in which they come due, 40 bytes each; and its loading.
 
-Sorted runs of arrays. Each addition is a run; runs of similar length are merged, up to 65,536 messages, so no step
-takes longer than some milliseconds, however many messages are loaded or due at once. Removal sets a message's size to
-0.
+The wheel is a list of sorted runs. Each addition is a run; runs of similar length are merged, up to 65,536 messages, so
+no step takes longer than some milliseconds, however many messages are loaded or due at once. Removal sets a message's
+size to 0.
 
 Segments of the schedule are loaded piece by piece before anything in them is due. Messages that are filed or cancelled
 meanwhile come from the schedule as soon as a segment's first piece was requested. Pieces come in the order of the log:
@@ -100,7 +100,7 @@ def _merge(first: _Run, second: _Run) -> _Run:
 
 
 class Wheel:
-    """Made with a mastership, by its master; used on its loop."""
+    """Loaded messages in the order of their due times. Made with a mastership, by its master; used on its loop."""
 
     def __init__(self) -> None:
         self._runs: list[_Run] = []
@@ -290,7 +290,7 @@ class WheelLoader:
         self._most = self._full = settings.loaded_messages_max
         """`_full`: size that triggers a drop. It exceeds the limit if most messages are due at one moment."""
         self._left_from_ms = self._kept_until_ms = 0
-        """Earliest due time dropped last; and the due time before which nothing is dropped any more."""
+        """Earliest due time of the last drop; and the due time before which nothing is dropped any more."""
         self._is_reading = False
         self.taken_ms = 0
         """Messages due by then were taken, or are next."""
@@ -350,7 +350,7 @@ class WheelLoader:
         self._host.read(piece.read, done)
 
     def _drop(self) -> None:
-        """Drop a quarter, so that drops are rare; never due messages, and no due time twice."""
+        """Drop a quarter of the limit, so drops are rare. Due messages are kept, and no due time is dropped twice."""
         count = len(self._wheel)
         kept_until_ms = max(self.taken_ms + 1, self._kept_until_ms)
         self._left_from_ms = self._wheel.cut(self._most // 4 * 3, kept_until_ms)

@@ -25,7 +25,7 @@ from qmq.watchdog.watcher import Watcher
 
 CLUSTER = Caller("cluster", TokenRole.CLUSTER)
 TOKEN_VALID_S = 10.0
-"""Lifetime of a cached answer of the metaserver, mainly for Prometheus' frequent requests."""
+"""Lifetime of a cached answer of the metaserver, mainly for Prometheus, which asks often."""
 TOKENS_MAX = 1_000
 IDS_MAX = 10_000
 ID_DIGITS_MAX = 19

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 KEPT_SHARE = 0.3
-"""Fraction of the lease without requests. With the usual second between two checks the holder asks every two seconds.
-"""
+"""Fraction of the lease after which the holder sends a request: every two seconds, with one check a second."""
 PATIENCE_SHARE = 0.4
 """Fraction of the lease after which a request is given up, while there is time for another one."""
 

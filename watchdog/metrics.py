@@ -37,6 +37,8 @@ class Metrics:
 
 
 class _Watchdog(Collector):
+    """Collector of a watchdog's metrics."""
+
     def __init__(self, leader: Leader, metrics: Metrics) -> None:
         self._leader = leader
         self._metrics = metrics

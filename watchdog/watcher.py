@@ -118,14 +118,14 @@ THREADS_MAX = 200
 SAMPLE_ROWS, SAMPLE_OLDER_S, SAMPLE_S = 20, 300, 10.0
 """Bounds of the sample for the metric of reconciliation."""
 EACH = 40
-"""Counts per sample: one every ten minutes by default."""
+"""Counts from one sample to the next: ten minutes by default."""
 LIMIT_MAX = 1_000
 
 T = TypeVar("T")
 
 
 class Watcher:
-    """Counts rows and answers operators. Made by main; `run` ends when cancelled. Used on the loop."""
+    """Row counts and operators' requests of one watchdog. Made by main; `run` ends when cancelled. Used on the loop."""
 
     def __init__(self, settings: WatchdogSettings, leader: Leader, link: MetaLink, metrics: Metrics) -> None:
         self._settings = settings

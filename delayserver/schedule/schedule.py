@@ -68,7 +68,9 @@ class Piece:
 
 
 class Schedule:
-    """Made by the owner of the log's copy, used on its loop; `perform`, `read` and questions run on threads."""
+    """Index of one copy's delayed messages. Made by `ScheduleFiler`, used on its loop; `perform`, `read` and questions
+    run on threads.
+    """
 
     def __init__(self, disk: Disk, *, segment_ms: int, log_start: int, keep_ms: int = 0) -> None:
         """Start from the checkpoint on the disk, else empty at `log_start`; `rebuilt` holds the reason, or is empty.
@@ -214,8 +216,8 @@ class Schedule:
     # -- disk
 
     def take_flush(self, now_ms: int, *, stop: bool = False) -> Flush | None:
-        """Return a flush if one is worth it; with `stop`, of everything, with a checkpoint. None: nothing, or one is
-        running.
+        """Return a flush if enough has changed; with `stop`, one of everything, with a checkpoint. None: too little has
+        changed, or a flush is running.
         """
         book = self._book
         if self._flush is not None:
@@ -352,7 +354,7 @@ class Schedule:
         return self.filed_end if lowest is None else min(lowest, self.filed_end)
 
     def states_of(self, records: Records) -> dict[int, State]:
-        """Return the current state by number; messages of deleted segments, which were all over, are missing.
+        """Return the current state by number; messages of deleted segments, which were all done, are missing.
 
         Raises DamagedSchedule.
         """

@@ -31,9 +31,9 @@ from qmq.delayserver.schedule.segment import (
 )
 
 ROW_BYTES = 16
-"""Per message with a key; without a key half of it."""
+"""Index bytes of a message with a key; half of it without one."""
 INDEX_BYTES_MAX = 128 << 20
-"""Of all indexes together: eight million messages."""
+"""Bytes of all indexes together: eight million messages."""
 INDEXED_LEAST = 2048
 """Fewer rows are read as fast as searched."""
 _ROW_BITS = np.uint64(32)
@@ -93,12 +93,14 @@ class SegmentIndex:
 
 
 def _hashes(records: Records) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32]]:
-    """Copies, so the records are not kept."""
+    """Return rows, id hashes and key hashes as copies, so the records do not stay in memory."""
     return records["row"].copy(), records["id_hash"].copy(), records["key_hash"].copy()
 
 
 class Indexes:
-    """Made by the schedule; used by questions on a thread, one at a time (delayserver.cancellation)."""
+    """Indexes of all segments. Made by the schedule; used by questions on a thread, one at a time
+    (delayserver.cancellation).
+    """
 
     def __init__(self, bytes_max: int = INDEX_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
@@ -172,7 +174,7 @@ class SegmentView:
 
     def look(self, into: Callable[[SegmentView], T], nothing: T) -> T:
         """Return the result of `into`, or `nothing` if the segment was deleted meanwhile: all its messages were
-        over.
+        done.
         """
         try:
             return into(self)

@@ -367,7 +367,7 @@ class Segment:
         return not self.states_of(rows).any()
 
     def change(self, rows: NDArray[np.uint32], state: State) -> None:
-        """Set the state of rows that were not over."""
+        """Set the state of rows that were not done."""
         if self._states is None:
             self.states()
         if len(rows) == 1 and self._states is not None and (row := rows.item(0)) < len(self._states):

@@ -32,10 +32,12 @@ NewSegment = Callable[[int, int], Segment]
 
 
 FEW = 200
-"""So few are looked up faster without numpy."""
+"""Up to so many due times are looked up faster without numpy."""
 
 
 class Timeline:
+    """Segments of the schedule, in the order of time."""
+
     def __init__(self, segment_ms: int, new: NewSegment) -> None:
         self.segments: list[Segment] = []
         self._segment_ms = segment_ms
@@ -123,6 +125,8 @@ LATER_ROWS = 4096
 
 
 class Counts:
+    """Numbers of messages that are not done, by hour and by stretch of the log."""
+
     def __init__(self) -> None:
         self.messages = self.bytes = 0
         self.hours: defaultdict[int, dict[int, int]] = defaultdict(dict)
@@ -362,7 +366,7 @@ class Book:
         return located
 
     def change(self, records: Records, state: State) -> None:
-        """Set the state of messages that are in segments and not over."""
+        """Set the state of messages that are in segments and not done."""
         if not len(records):
             return
         self.change_parts(records, list(self.timeline.split(records)), state)
