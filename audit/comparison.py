@@ -1,7 +1,7 @@
 """Core. Frame-by-frame comparison of two copies, piece by piece, in the order of offsets.
 
-Two frames are the same if all fields of their headers but high watermark, epoch and chain are, wherever they stand.
-A batch is the same under other sequences, too: all later ones of its subject change where one copy has a batch more.
+Two frames are the same, wherever they stand, if their headers agree in all fields but high watermark, epoch and chain.
+A batch may also have other sequences: an extra batch in one copy changes those of all later batches of its subject.
 Frames moved by one distance are one finding, and so are neighbours that one copy lacks; frames below and above the high
 watermark are kept apart. Frames missing within a damaged range are not reported again. A frame is `reordered` if the
 other copy has its messages elsewhere.
@@ -21,7 +21,9 @@ from qmq.audit.findings import COPIES, FINDINGS_MAX, MASTER, SLAVE, FindingKind,
 from qmq.log.frame import Frame
 
 SHIFTED_FRAMES_MIN, SHIFTS_MAX = 3, 5
-"""Fewer moved frames are reported one by one; of more distances, only these are shifts."""
+"""At least so many frames moved by one distance are a shift, for the most frequent distances. Other moved frames are
+reported one by one.
+"""
 UNLIKE_MAX = 200_000
 """Frames of both copies that are kept because they differ: 200 MB."""
 STAYING_MAX = 1_000_000
@@ -193,6 +195,8 @@ class _Moved(NamedTuple):
 
 
 class _Run(NamedTuple):
+    """Neighbouring frames that one copy lacks."""
+
     what: FindingKind
     of: list[Frame]
 
@@ -218,7 +222,7 @@ class _Listing:
             self._more[row["what"]] += 1
 
     def _join(self, row: Row, frames: int) -> None:
-        """Add to the first row of its kind: frames whose chain follows a difference, or were not acknowledged."""
+        """Join a row to the first one of its kind: its frames only follow a difference, or were not acknowledged."""
         first = self._joined.setdefault((row["what"], row["offset"] < self._watermark), row | {"frames": 0})
         first["frames"] += frames
 

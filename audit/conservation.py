@@ -88,7 +88,7 @@ class Account:
 
 
 def _held_messages(consumer: Consumer, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the message ranges that a consumer holds under these pull sequences."""
+    """Yield the message ranges that a consumer has unacked under these pull sequences."""
     for unacked in consumer.unacked:
         low, high = max(begin, unacked.pull), min(end, unacked.pull_end)
         if low < high:

@@ -2,11 +2,11 @@
 fold.
 
 `qmq.log.fold.apply` applies progress frames and rejects impossible ones. Here it gets the frames of one subject only;
-frames in between do not matter to it. In addition, a pull that delivers more than the subject has is a finding.
+those of other subjects do not affect it. In addition, a pull that delivers more than the subject has is a finding.
 
-A log that begins after its retention lacks earlier deliveries. So for groups older than the log, frames are trusted
-about messages older than the log, and about pull sequences before the first one given out in this log. Everything else
-is judged.
+A log that begins after its retention lacks earlier deliveries. So for groups older than the log, two kinds of
+statements are accepted: those about messages older than the log, and those about pull sequences before the first
+delivery in this log. Everything else is judged.
 
 The log does not store filters, only deliveries. A consumer gets the messages with its tags, any of them or all. So a
 consumer that got a message without tags has no filter and gets every message; and of two messages with equal tags it
@@ -72,13 +72,13 @@ def _number_of(delivered: _Delivered) -> int:
 
 _WITHIN_MASTERSHIP = (1 << MASTERSHIP_BITS) - 1
 CONSERVED = "conserved"
-"""In place of a kind of finding: a row of the equation."""
+"""Kind of a row that holds an equation, in place of a kind of finding."""
 ANY = 1 << 63
 """Above the number of messages in any subject."""
 
 
 class ConsumptionJudge:
-    """Folds the progress of one subject, for one copy or for all equal copies. Takes facts (`audit.facts`) in order.
+    """Judge of the progress of one subject, for one copy or for all equal copies. Takes facts (`audit.facts`) in order.
 
     Args:
         start: offset where the log, or reading, begins.
@@ -99,11 +99,11 @@ class ConsumptionJudge:
         self._old: set[str] = set()
         """Groups older than the log."""
         self._numbers: dict[tuple[str, str], int] = {}
-        """(group, consumer) -> first pull sequence given out in this log."""
+        """(group, consumer) -> first pull sequence delivered in this log."""
         self._delivered: dict[tuple[str, str], list[_Delivered]] = {}
         """(group, consumer) -> pulls with unacked messages."""
         self._doubted: set[str] = set()
-        """Groups of a dead letter without a held original: the ack behind it contradicts the log, too."""
+        """Groups of a dead letter without an unacked original: the ack behind it contradicts the log, too."""
         self._beyond: dict[str, int] = {}
         """Group -> end of the subject at its first pull past that end."""
         self._first = ANY
@@ -229,7 +229,7 @@ class ConsumptionJudge:
         yield from self._passing.pull(frame, progress, self._first, ANY if group is None else group.position)
 
     def _impossible_numbers(self, frame: Frame, progress: Progress, group: Group | None) -> Iterator[str]:
-        """Yield why brokers do not write these numbers: a hole in pull sequences, or a requeueing beyond the limit."""
+        """Yield why no broker writes such numbers: a hole in pull sequences, or a retry time beyond the limit."""
         if frame.kind == FrameKind.NACK:
             latest = max((due for _, _, due in progress.entries if due != NOT_BEGUN), default=0)
             if latest > frame.timestamp_ms + DELAY_MS_MAX:
@@ -287,8 +287,8 @@ class ConsumptionJudge:
         account.take(frame, progress, group)
 
     def finish(self) -> Iterator[Row]:
-        """Yield the equation of each group of the finished subject, as rows of CONSERVED, and its violations; before
-        that, messages unacked for long.
+        """Yield findings about messages unacked for long; then, of each group of the finished subject, the violations
+        of its equation and the equation itself, as rows of CONSERVED.
         """
         yield from self._unacked()
         if not self._is_whole or self._subject_end is None or self._first == ANY:
@@ -345,7 +345,7 @@ class ConsumptionJudge:
 
 
 def _hold_unknown(consumer: Consumer, begin: int, end: int) -> None:
-    """Make a consumer hold these pull sequences, of messages unknown to the log."""
+    """Add these pull sequences, of messages unknown to the log, to the unacked ones of a consumer."""
     consumer.next_pull = max(consumer.next_pull, end)
     consumer.take(begin, end)
     consumer.unacked.append(UnackedRange(begin, -end, end - begin, 1))
@@ -353,7 +353,7 @@ def _hold_unknown(consumer: Consumer, begin: int, end: int) -> None:
 
 
 def _return_unknown(group: Group, begin: int, end: int) -> None:
-    """Make these messages requeued, replacing the group's other state of them."""
+    """Requeue these messages, in place of any other state that the group has of them."""
     kept, unknown = [], RequeuedRange(begin, end - begin, 0, 0)
     for requeued in group.requeued:
         parts = (requeued.first, min(requeued.end, begin)), (max(requeued.first, end), requeued.end)

@@ -158,7 +158,7 @@ class PathCopy:
         there = {int(stem) for name in names if (stem := name.removesuffix(SEGMENT_SUFFIX)).isdigit()}
         if not there:
             raise CannotRead(f"{self._folder}: there is no segment of a message log")
-        return there, listed & self._listed()  # one of the two lists a segment in transition
+        return there, listed & self._listed()  # a segment being added or deleted is in only one of the two
 
     def _listed(self) -> set[int]:
         try:

@@ -180,7 +180,7 @@ def _first_of(group: str, copies: Mapping[str, Mapping[str, str]]) -> Place:
 
 
 class TableReader(DataSourceReader):
-    """Reads each log up to its end at planning time."""
+    """Batch reader of each log, up to its end at planning time."""
 
     def __init__(self, options: Mapping[str, str], columns: list[str]) -> None:
         self._table = _TableReading(options, columns, _BATCH)
@@ -197,7 +197,7 @@ class TableReader(DataSourceReader):
 
 
 class TableStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Reads each log from its starting offset and continues up to the high watermark.
+    """Stream reader of each log, from its starting offset on and up to the high watermark.
 
     An offset is {broker group: offset in its log}, at a frame. Bytes below the high watermark are the same on both
     copies for good. So a range read again, after a restart or from the other copy, has the same rows.

@@ -4,9 +4,9 @@ A broker stores the copy while the group holds the original, then acks the origi
 between, the original is delivered again; the next dead letter acks it, or the group handles it after all.
 
 The original may lie anywhere before its copy. Closed segments are searched by index. The segment being written is
-walked backwards from the dead letter, as most messages die soon. An index may be wrong: before a finding, the frames
-are walked for everything that the indexes lack. Originals removed by retention or within damaged ranges cause no
-finding.
+walked backwards from the dead letter, as most originals lie shortly before it. An index may be wrong: before a finding,
+the frames are walked for everything that the indexes lack. Originals removed by retention or within damaged ranges
+cause no finding.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class DeadLetter(NamedTuple):
         return {"what": what, "id": self.id, "text": f"dead letter of {self.source} {self.sequence}: {text}"} | fields
 
     def unfounded(self) -> dict[str, Any]:
-        """Return the finding that no original was held. Both checks build the same row, so it is reported once."""
+        """Return the finding that no original was unacked. Both checks build the same row, so it is reported once."""
         row = self.finding(FindingKind.DEAD_UNFOUNDED, f"group {self.group} held no such message before it")
         return row | {"about": [self.source, self.sequence, self.sequence + 1]}
 
@@ -77,7 +77,7 @@ def dead_letter_of(frame: Frame, message: bytes) -> DeadLetter | None:
 
 
 class DeadLetterHistory:
-    """Compares the dead letters of one subject's messages with the deliveries of their groups. One per copy."""
+    """Comparison of the dead letters of one subject's messages with the deliveries of their groups. One per copy."""
 
     def __init__(self) -> None:
         self._made: defaultdict[str, set[int]] = defaultdict(set)
@@ -114,7 +114,7 @@ class DeadLetterHistory:
 
 
 def _may_be(letter: DeadLetter, held: UnackedRange, *, is_pruned: bool) -> bool:
-    """Return whether the letter states the count of its original's last delivery that counts.
+    """Return whether the letter states a possible number of deliveries of its original.
 
     A delivery without a begun handler counts only in letters of version 0.2 and earlier; these count suspicions too.
     """

@@ -1,4 +1,4 @@
-"""Shell. Accounts for the messages of delay groups, in their own logs and in those of their targets
+"""Shell. Account of the messages of delay groups, in their own logs and in those of their targets
 (`qmq.audit.delays`).
 
     fact of key    payload

@@ -51,7 +51,7 @@ def facts_of(frame: Frame, body: Buffer) -> Iterator[dict[str, Any]]:
 
 
 class DelayJudge:
-    """Judges the decisions about one bucket of message numbers; takes lists of facts."""
+    """Judge of the decisions about one bucket of message numbers; takes lists of facts."""
 
     def __init__(self) -> None:
         self._planned: dict[tuple[str, int], list[dict[str, Any]]] = {}
@@ -91,7 +91,7 @@ class DelayJudge:
 
 
 class BatchJudge:
-    """Finds batches without a plan: each lane numbers its batches from 1 on, without holes. Takes lists of facts.
+    """Judge of batches without a plan: each lane numbers its batches from 1 on, without holes. Takes lists of facts.
 
     Args:
         is_whole: whether the log is judged from its begin; else a lane's first known batch may be any.

@@ -29,7 +29,7 @@ from qmq.log.index import ClosedIndex, SegmentIndex
 HEADERS_BYTES, HEADERS_BYTES_MAX = 32 << 10, 1 << 20
 """Read size; the larger one where frames are small. Messages are not needed, so bodies of large frames are skipped."""
 FRAMES_AT_ONCE = 8
-"""Frames of at most this fraction of the read are parsed many at once."""
+"""If so many frames fit into a read, they are parsed together."""
 _DAMAGE = (ValueError, LookupError, TypeError, zlib.error)
 """Exceptions of decoding an invalid snapshot."""
 _NO_LOG = (CorruptFrame, ValueError, LookupError, OSError, OverflowError, RecursionError, struct.error)
@@ -51,7 +51,7 @@ _FIELDS = (
 class Wrong(NamedTuple):
     """A file of the segment at `base` that does not follow from the log.
 
-    `since`: base of the snapshot it was compared with; void if that snapshot is itself wrong.
+    `since`: base of the snapshot it was compared with. If that snapshot is itself wrong, this is no finding.
     """
 
     what: FindingKind

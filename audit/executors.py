@@ -1,7 +1,7 @@
 """Shell. The two ways to run the tasks of an audit: in this process, or on Spark.
 
-Both run the same readers, judges and comparisons. This process is faster for logs smaller than those that
-Spark could read during its own start. On Spark, each task is a row, so a task receives nothing of the others:
+Both run the same readers, judges and comparisons. Small logs are read faster here than Spark starts. On Spark, each
+task is a row, so a task receives nothing of the others:
 
     facts    job int, key string, piece long, copy string, payload binary (`audit.plan`)
     judged   job int, copy string, kind string, payload string, listed boolean
@@ -29,7 +29,7 @@ from qmq.audit.copies import CannotRead
 from qmq.audit.plan import Fact, Judged
 
 HERE_BYTES_MAX = 1 << 30
-"""Bytes of all copies that are read in this process; beyond, Spark pays for its start of 7 CPU seconds on two cores."""
+"""Bytes of all copies that are read in this process. More of them are worth the start of Spark, 7 CPU seconds."""
 JUDGES_PER_CORE = 2
 """Judges' tasks: their work is uneven, as a task takes whole subjects."""
 ROWS_AT_ONCE = 10_000

@@ -15,7 +15,7 @@ subjects    {subject: (facts by offset, {hours since 1970 UTC: [messages, bytes,
 delayed     [one decision of a delay server about one message (audit.delays)]
 stored      [(offset of a window, its batches, its message ids)], each as audit.messages: STORED
 
-A piece of all copies is read at once. The first copy is parsed and judged; the others are compared with its bytes.
+One task reads a piece of all copies. The first copy is parsed and judged; the others are compared with its bytes.
 Equal bytes need no second judgement, so only a copy with other or fewer bytes is walked by itself. Bytes are compared,
 not hashes, so equality is never by chance.
 """
@@ -84,7 +84,7 @@ ALIKE_MIN = 16
 
 
 class Gathering:
-    """Gathers facts from the windows of a piece, in order. Memory grows with subjects, pulls, acks and message ids."""
+    """Facts gathered from the windows of a piece, in order. Memory grows with subjects, pulls, acks and message ids."""
 
     def __init__(self, until_ms: int = FOREVER_MS, *, wants_stored: bool = False) -> None:
         """`until_ms`: upper bound of frames' times. `wants_stored`: also gather batches and ids, for duplicates."""

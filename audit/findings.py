@@ -125,7 +125,7 @@ UNVERIFIED = frozenset(
 """Kinds that leave their range unverified even where both copies are wrong alike."""
 
 UNACKED_MS = 86_400_000
-"""A handler may take long while its consumer's lease is renewed; the broker's own alert begins after an hour."""
+"""Age at which unacked messages are a finding. Handlers may take long; the broker's own alert begins after an hour."""
 FINDINGS_MAX = 1000
 """Findings of one kind that are listed; all are counted."""
 
@@ -174,8 +174,8 @@ HOURS_MAX, ACCOUNTS_MAX = 20_000, 5_000
 100,000 subjects, a week has 17 million counts per copy.
 """
 FULL_GROUPS = 10
-"""Broker groups of a run that each have so many; those of a larger run share as many rows, as the driver keeps all
-results.
+"""Broker groups of a run with these full limits. The groups of a larger run share the rows of so many groups, because
+the driver keeps all results.
 """
 
 

@@ -15,13 +15,13 @@ from qmq.log.frame import Frame, FrameKind, decode_header
 from qmq.types import NO_EPOCH, Epoch
 
 BACK_MS_MAX = 60_000
-"""Clock corrections within one mastership are smaller."""
+"""Maximum step back of the time within one mastership: clock corrections are smaller."""
 AHEAD_MS_MAX = 300_000
 """Maximum lead of a broker's clock over the audit's."""
 FOREVER_MS = 1 << 62
 STILL_MS, STILL_FRAMES = 300_000, 8
-"""A master accepts produces only while its slaves follow, so the high watermark passes each of its frames at once.
-After a slave's return, a few messages may precede that.
+"""A high watermark that stands still for longer, over more messages frames, is a finding: a master accepts produces
+only while its slaves follow. After a slave's return, a few messages may precede the first rise.
 """
 _OTHER_CLOCK = frozenset({FrameKind.NACK, FrameKind.DISPATCH, FrameKind.RETENTION})
 """Kinds with times by other clocks: the mastership's own clock, which is never set, or the agreement of several clocks,
@@ -31,7 +31,7 @@ which is not ahead of all of them.
 
 @dataclass(frozen=True, slots=True)
 class Uncovered:
-    """A messages frame that the watermarks of all later frames leave out, the first such frame.
+    """The first messages frame that no later watermark covers.
 
     `frames`: messages frames from it on; `last_ms`: time of the last one; `watermark`: the latest one stated.
     """
@@ -54,11 +54,11 @@ class Uncovered:
 
 @dataclass(slots=True)
 class FrameOrder:
-    """Checks the headers of one copy in order; one per piece, joined at the borders.
+    """Check of the headers of one copy in order; one per piece, joined at the borders.
 
     Args:
         until_ms: upper bound of all frames' times.
-        begins: whether earlier times could concern the first frame of this piece.
+        begins: whether the piece before may still decide about the first time of this piece.
     """
 
     until_ms: int = FOREVER_MS
@@ -222,7 +222,7 @@ NO_FRAME = "no frame stands here"
 
 
 class PieceBorders:
-    """Takes the `piece` facts of a copy in order.
+    """Rules at the borders of a copy's pieces; takes their `piece` facts in order.
 
     Args:
         until_ms: upper bound of all frames' times.

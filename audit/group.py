@@ -1,6 +1,6 @@
 """Shell. The audit of broker groups: freeze the range in which their copies must agree, read all in one plan, report.
 
-A range is described, held, and checked to have stayed.
+The copies are described and held against retention. At the end, neither may have lost frames meanwhile.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def audit_group(spark: SparkSession | Start | None, group: Group, **options: Any
 def audit_groups(spark: SparkSession | Start | None, groups: Sequence[Group], options: Options) -> list[Result]:
     """Compare the copies of each broker group; errors are stored in `unreadable` and not raised.
 
-    Groups with absent brokers, or with changed roles, are audited again once they have recovered. `spark`: of
+    Groups with absent brokers, or with changed roles, are audited again once they have recovered. `spark`: see
     `Executors`.
     """
     executors = Executors(spark)
@@ -339,8 +339,8 @@ def wait_until_well(groups: Mapping[int, Group]) -> dict[int, Group]:
 def freeze(group: Group, result: Result) -> None:
     """Describe both copies, and freeze the high watermark before the ends are read.
 
-    A stated high watermark held for both disks. So both copies must reach the higher one, and a copy that ends below it
-    has lost frames. The lower end instead would hide exactly that.
+    Frames below a stated high watermark were on both disks. So both copies must reach the higher watermark, and a copy
+    that ends below it has lost frames. A comparison up to the lower end would hide that loss.
     """
     copies: dict[str, Copy] = {}
     try:
@@ -425,7 +425,7 @@ def hold_copies(group: Group, held: ExitStack) -> None:
 
 
 def check_kept(group: Group, result: Result) -> None:
-    """Raise CannotRead if a copy has lost frames while it was read: findings may come from just that.
+    """Raise CannotRead if a copy has lost frames while it was read: that alone may have caused the findings.
 
     A restarted broker forgets holds on its log, and a directory in use has none.
     """

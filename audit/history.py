@@ -72,7 +72,7 @@ class History:
         return sorted({at for piece, _ in self.known.pieces.values() for at in (piece.begin, piece.end)})
 
     def exchanged(self, digests: Digests) -> list[Piece]:
-        """Return the pieces that changed since they were read before, or returned nothing now."""
+        """Return the pieces that changed since an earlier run read them, or that were due and not read now."""
         again = set(self.again)
         found = []
         for piece in sorted(again | {piece for piece, _ in self.known.pieces.values() if piece.begin >= self.start}):

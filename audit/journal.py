@@ -59,7 +59,7 @@ def due_since(ledger: Ledger, group: Group, result: Result) -> Due | None:
 
 
 def _files_of(journal: Path) -> list[Path]:
-    """Return the journal's files; hidden ones, and those of a writer at work, are none."""
+    """Return the journal's files, without hidden ones and those that a writer has not finished."""
     if not journal.is_dir():
         return [journal]
     return sorted(path for path in journal.rglob("*") if path.is_file() and not path.name.startswith((".", "_")))

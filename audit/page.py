@@ -97,7 +97,7 @@ _FOR_RUNS = frozenset({"pieces", "ends", "chain", "frame"})
 
 
 def _summary(last: Sequence[Entry]) -> str:
-    """Return the number of findings by kind, the most frequent first."""
+    """Return the number of findings of each kind, the most frequent first."""
     found = sum((Counter(entry.found) for entry in last), Counter[str]()).most_common()
     kinds = ", ".join(f"{number:,} {escape(kind)}" for kind, number in found)
     return f"findings: {kinds}" if kinds else "no findings"

@@ -50,7 +50,7 @@ ROWS_MAX = 10_000
 SETUPS_MAX = 5_000
 """Verified ends of subjects in one task."""
 SEGMENT_SHARE = 8
-"""The check of the files beside a segment skips messages: it counts as this part of the segment's bytes."""
+"""The check of the files beside a segment skips messages: it counts as one part in so many of the segment's bytes."""
 SETUP = -1
 
 GROUP, PROBLEM, DERIVED, LETTERS, BATCHES = "group", "unread", "derived", "letters", "batches"
@@ -89,7 +89,7 @@ class Job:
 
 
 class Context(NamedTuple):
-    """The group's part in the judgement of any key, beside the facts: names of the copies, `Job` and `Share`."""
+    """Values that each judge of a broker group needs beside the facts: from its `Job` and `Share`."""
 
     names: tuple[str, ...]
     until_ms: int
@@ -113,6 +113,8 @@ class GroupPart(NamedTuple):
 
 
 class Piece(NamedTuple):
+    """A byte range of the log, of all copies."""
+
     part: GroupPart
     begin: int
     end: int
@@ -137,6 +139,8 @@ Task = list[Step]
 
 
 class LogSetup(NamedTuple):
+    """Setup of the `LogJudge` of a broker group: fields of its `Job`."""
+
     begins: frozenset[int]
     before: Frame | None
     kept: int | None
@@ -284,7 +288,7 @@ def judge_facts(facts: Iterable[Fact]) -> Iterator[list[Judged]]:
 
 
 class _KeyJudge:
-    """Judges one key of a broker group. A failure leaves this group unproven, and only this one."""
+    """Judge of one key of a broker group. A failure leaves this group unproven, and only this one."""
 
     def __init__(self, at: tuple[int, str], listing: _Listing) -> None:
         self.at = at

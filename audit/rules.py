@@ -43,7 +43,7 @@ TWICE_MAX = 20_000
 
 
 class JudgePerCopy:
-    """Judges the copies together until they differ, then each by itself. One per broker group and key."""
+    """One judge of all copies until they differ, then one of each. One per broker group and key."""
 
     def __init__(self, names: Collection[str], make: Callable[[], Judge]) -> None:
         self._names = names
@@ -65,7 +65,7 @@ class JudgePerCopy:
 
 
 class PassOn:
-    """Passes on rows that the readers have judged."""
+    """Judge that returns rows of the readers unchanged."""
 
     def take(self, piece: int, row: JudgeRow) -> Iterator[JudgeRow]:
         yield row
@@ -75,7 +75,7 @@ class PassOn:
 
 
 class LogJudge:
-    """Judges the whole log: problems met by readers, borders of pieces, epochs, retention.
+    """Judge of the whole log: problems met by readers, borders of pieces, epochs, retention.
 
     Args:
         until_ms, begins, before: of `PieceBorders`.
@@ -154,7 +154,7 @@ class LogJudge:
 
 
 class SubjectJudge:
-    """Judges sequences and progress of one subject.
+    """Judge of the sequences and the progress of one subject.
 
     Args:
         begin: offset where reading began; at 0, nothing earlier can explain a gap.
@@ -231,7 +231,7 @@ def _add(accounts: dict[str, Row], subject: str, hour: Row) -> None:
 
 
 class DuplicateJudge:
-    """Finds batches and message ids stored twice under one producer, in one bucket of hashes.
+    """Judge of batches and message ids stored twice under one producer, in one bucket of hashes.
 
     Takes `{what: (hashes, offsets of frames, places in them)}`. The finding is about the last one of each. Its
     `sequence` is the message's index in its frame, until `audit.inspection` reads the sequence.

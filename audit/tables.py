@@ -121,7 +121,7 @@ Lists = Mapping[str, Iterable[Any]]
 
 
 class _Columns:
-    """Collects rows as columns and returns them as Arrow batches of bounded size."""
+    """Rows collected as columns, and returned as Arrow batches of bounded size."""
 
     def __init__(self, schema: pa.Schema, names: Iterable[str], *, is_strict: bool) -> None:
         self._schema = pa.schema([schema.field(name) for name in names])

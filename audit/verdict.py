@@ -110,7 +110,9 @@ def check_against_history(answer: GroupAnswer, result: Result, history: History)
 
 
 RECORDED_MS, CLOCKS_MS = 86_400_000, 600_000
-"""A command may reach an absent broker group later. / Difference between clocks of brokers and metaservers."""
+"""Longest time from a command to its frame: a broker group may be absent meanwhile. And the maximum difference between
+the clocks of brokers and metaservers.
+"""
 
 
 def check_trail(answer: GroupAnswer, result: Result, trail: Iterable[Change]) -> None:
@@ -187,14 +189,14 @@ _FOLLOWING = frozenset(
         FindingKind.UNPLANNED,
     }
 )
-"""Kinds that one copy has behind frames that it lacks, or has more."""
+"""Kinds of findings that a copy has only because it lacks earlier frames, or has extra ones."""
 
 
 def leave_out_consequences(result: Result) -> None:
     """Leave out the consequences of differences between the copies, and note them.
 
-    A frame that one copy alone has twice is named by that. Behind a difference, a copy's judges meet gaps and acks of
-    nothing. Findings about differing frames themselves stay: they name the wrong copy.
+    A frame that one copy alone has twice is reported as such, not as extra too. Behind a difference, a copy's judges
+    meet gaps, and acks of absent messages. Findings about differing frames themselves stay: they name the wrong copy.
     """
     differences = [row for row in result.findings if row["what"] in DIFFERENCES]
     twice = {(row["copy"], row["offset"]) for row in result.findings if row["what"] == FindingKind.BATCH_TWICE}

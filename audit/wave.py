@@ -1,4 +1,4 @@
-"""Shell. Waves of broker groups: audited together, and forgotten but for their results."""
+"""Shell. Waves of broker groups: groups that are audited together. Only their results outlive the wave."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Audit:
         return 0 if self.history.anchor is None else len(self.history.anchor.ends)
 
     def let_go(self) -> None:
-        """End the hold on the copies, and forget all but the result: a run may have a thousand groups."""
+        """Release the copies, and forget everything except the result: a run may have a thousand groups."""
         self.held.close()
         self.job, self.answer, self.entry = None, GroupAnswer(()), None
         self.history = History(known_from([]), 0)

@@ -54,7 +54,7 @@ def add_selection_options(parser: argparse.ArgumentParser) -> None:
 
 
 def selection_options(options: argparse.Namespace) -> dict[str, str]:
-    """Return the given ones as options of the data source."""
+    """Return the given selection options as options of the data source."""
     return {name: value for name in ("subject", "since", "until") if (value := getattr(options, name))}
 
 
