@@ -260,7 +260,7 @@ class AnswerSender:
         if isinstance(bodies, CorruptFrame):
             # The messages stay unacked; the consumer pulls again after the repair.
             self._mastership.found_damage(bodies)
-            answer.subscription.link.close("this copy is damaged there and is being repaired; repeat the request")
+            answer.subscription.link.close("this copy is damaged and is being repaired; repeat the request")
         elif isinstance(bodies, LogError):
             raise bodies
         else:

@@ -78,7 +78,7 @@ async def _answers(
         metadata = (("x-api-token", token),)
         answer = await stub.BeginGroups(asked, metadata=metadata, timeout=ANSWER_S)
         if len(answer.begins) != len(groups):
-            raise NotServed("the answer of the metaserver has another number of groups than the request")
+            raise NotServed("the metaserver answered for another number of groups than requested")
         return [Begin(begin.since_ms, begin.mark, begin.began_ms) for begin in answer.begins]
     except grpc.aio.AioRpcError as error:
         if error.code() == grpc.StatusCode.UNIMPLEMENTED:
@@ -359,10 +359,10 @@ class Control(CopyControl[BrokerMaster]):
         try:
             error = await asyncio.wait_for(safe, SAFE_S)
         except TimeoutError:
-            text = f"the slave did not confirm it within {SAFE_S:.0f} s; check Consumers before you repeat it"
+            text = f"the slave did not confirm the move within {SAFE_S:.0f} s; check Consumers before you repeat it"
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
         if error is not None:
-            text = "the master changed before both copies had it; check Consumers before you repeat it"
+            text = "the master changed before both copies had the move; check Consumers before you repeat it"
             await context.abort(grpc.StatusCode.UNAVAILABLE, text)
 
 

@@ -192,7 +192,7 @@ class DeadLetters:
             return
         job.ranges.clear()
         self._jobs.remove(job)
-        job.answer(NotServed("this copy is damaged there and is being repaired; repeat the request"))
+        job.answer(NotServed("this copy is damaged and is being repaired; repeat the request"))
 
     def _first_unacked(self, job: _DeadLetterJob) -> tuple[int, int] | None:
         """Return (sequence, messages) that the consumer still has at the beginning of the first range, or None."""

@@ -164,7 +164,7 @@ class Delivery:
             return positions.first_since(log, subject, begin.since_ms) if begin.since_ms else first
         except CorruptFrame as problem:
             self._mastership.found_damage(problem)
-            raise NotServed("this copy is damaged there and is being repaired; repeat the request") from None
+            raise NotServed("this copy is damaged and is being repaired; repeat the request") from None
 
     def pull(self, link: Link, packet: Packet) -> None:
         mastership = self._mastership
@@ -351,7 +351,7 @@ class Delivery:
             reset = positions.plan_reset(mastership.log, subject, group, known, to, value)
         except CorruptFrame as problem:
             mastership.found_damage(problem)
-            raise NotServed("this copy is damaged there and is being repaired; repeat the request") from None
+            raise NotServed("this copy is damaged and is being repaired; repeat the request") from None
         if mastership.gate.too_few_in_sync:
             # Consumers would act on the move at once, and a promoted slave without it would undo it.
             raise OperatorError(
@@ -404,7 +404,7 @@ class Delivery:
             return positions.sequences_kept(self._mastership.log, subject)
         except CorruptFrame as problem:
             self._mastership.found_damage(problem)
-            raise NotServed("this copy is damaged there and is being repaired; repeat the request") from None
+            raise NotServed("this copy is damaged and is being repaired; repeat the request") from None
 
     def heartbeat(self, link: Link, packet: Packet) -> None:
         self.consumption.heartbeat(link, self._mastership.host.monotonic_ms())

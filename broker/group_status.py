@@ -127,7 +127,7 @@ CAUSES: dict[Cause, Rule] = {
     Cause.EXCLUSIVE: Rule(
         lambda f: f.has_backlog and bool(f.connected) and f.is_handed_on,
         False,
-        "the exclusive consumer before has un-acked messages and is away: the next one begins when its lease ends",
+        "the former exclusive consumer has unacked messages and is away: the next one begins when its lease ends",
     ),
     Cause.NO_CONSUMER: Rule(
         lambda f: f.has_backlog and not f.connected and not f.group.is_broadcast,
@@ -147,18 +147,18 @@ CAUSES: dict[Cause, Rule] = {
     Cause.UNACKED: Rule(
         _has_as_many_as_it_may,
         True,
-        f"a consumer has {UNACKED_MESSAGES_MAX} un-acked messages and gets more when it acks",
+        f"a consumer has {UNACKED_MESSAGES_MAX} unacked messages and gets more when it acks",
     ),
     Cause.POSTPONED: Rule(
         lambda f: len(f.group.requeued) >= REQUEUED_RANGES_MAX,
         True,
-        f"{REQUEUED_RANGES_MAX} ranges wait for their time; more of them wait at a delay group, or with "
-        "its consumers: without a delay group, or the right redrive:, they get nothing new when they have too many",
+        f"{REQUEUED_RANGES_MAX} ranges wait for their retry; further ones wait at a delay group. Without one, or "
+        "without the right redrive:, they stay with the consumers, which get no new messages when they have too many",
     ),
     Cause.NOT_READ: Rule(
         lambda f: f.has_backlog and _is_not_read(f),
         False,
-        "consumers ask for messages and do not read the answers",
+        "consumers pull messages and do not read the answers",
     ),
     Cause.LATER: Rule(
         lambda f: f.has_backlog and not f.new and not f.due,

@@ -13,12 +13,12 @@ class BrokerSettings(CopySettings):
     unconsumed: str = setting(
         "keep",
         one_of=("keep", "drop"),
-        why="keep or drop old messages that a group has not consumed; kept ones end producing when the disk is full",
+        why="keep or drop old messages that a group has not consumed; with keep, a full disk ends producing",
     )
     unconsumed_hours: float = setting(
-        168.0, unit="h", least=0.01, why="age at which they are dropped, if so set; retention_bytes drops them earlier"
+        168.0, unit="h", least=0.01, why="age at which unconsumed = drop drops them; retention_bytes drops them earlier"
     )
-    lease_ms: int = setting(30_000, unit="ms", least=500, why="silence after which a consumer's messages go back")
+    lease_ms: int = setting(30_000, unit="ms", least=500, why="silence after which a consumer's messages are requeued")
     broadcast_forget_hours: float = setting(
         24.0, unit="h", least=0.01, why="absence after which a broadcast consumer's progress is forgotten"
     )

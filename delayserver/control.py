@@ -49,7 +49,7 @@ class DelayControl(CopyControl[DelayMaster]):
 
     async def DelayStats(self, request: pb.DelayStatsRequest, context: Any) -> pb.DelayStatsAnswer:
         if request.end_ms - request.begin_ms > HOURS_MS_MAX:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "count the hours of three years at most")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the range is longer than three years; request less")
         stats = await self._answered(context, self._stats)
         hours: dict[int, int] = {}
         if request.begin_ms < request.end_ms:
@@ -129,7 +129,7 @@ class DelayControl(CopyControl[DelayMaster]):
             text = f"{problem}; the schedule is being rebuilt, repeat the call"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         except TimeoutError:
-            text = f"the slave did not confirm it within {SAFE_S:.0f} s; repeat it to learn the outcome"
+            text = f"the slave did not confirm the request within {SAFE_S:.0f} s; repeat it to learn the outcome"
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
         except CallError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
@@ -170,7 +170,9 @@ def _message(subject: str, record: Any, message: bytes) -> pb.DelayedMessage:
         shown.id, shown.created_ms = envelope.id, envelope.created_ms
         shown.key = str(decode_properties(message).get(DELAY_KEY, ""))
     except InvalidMessage as error:
-        shown.problem = str(error) if message else "it was written to another place meanwhile; repeat the request"
+        shown.problem = (
+            str(error) if message else "the message was written to another place meanwhile; repeat the request"
+        )
     return shown
 
 

@@ -218,8 +218,8 @@ class DelayMaster(Master):
         if not self._has_much_due and waiting > most:
             self._has_much_due = True
             log.warning(
-                "due messages pile up, most on disk alone group=%s messages=%d: brokers are slower than messages "
-                "become due, or refuse some subjects; DelayStats names them",
+                "due messages pile up, most on disk alone group=%s messages=%d: they become due faster than brokers "
+                "store them, or brokers refuse some subjects; DelayStats names the subjects",
                 self._mastership.group,
                 waiting,
             )

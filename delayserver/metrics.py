@@ -62,7 +62,7 @@ class DelayCollector(CopyCollector[DelayMaster]):
         schedule = self._filing.schedule
         behind = max(self._service.node.log.flushed_end - schedule.filed_end, 0)
         yield "pending_messages", "Messages that are neither sent nor cancelled", schedule.pending_messages
-        yield "pending_bytes", "Bytes of those messages", schedule.pending_bytes
+        yield "pending_bytes", "Bytes of messages that are neither sent nor cancelled", schedule.pending_bytes
         yield "refused_routes", "Subjects without a route, refused by the metaserver", self._refused_routes()
         yield "schedule_segments", "Segments of the schedule", schedule.segments
         yield "unfiled_bytes", "Bytes of the log on this disk that the schedule does not have yet", behind
@@ -75,23 +75,27 @@ class DelayCollector(CopyCollector[DelayMaster]):
         on_disk = stats["due_on_disk_messages"]
         yield self.gauge(("due_on_disk_messages", "Due messages on disk alone, which return to memory", on_disk))
         off_s = stats["clock_off_ms"] / 1000
-        yield self.gauge(("clock_difference_seconds", "How far the machine's clock is ahead of due times'", off_s))
-        yield self.gauge(("clocks", "Clocks that due times go by: of this machine, copy, metaserver", stats["clocks"]))
+        yield self.gauge(("clock_difference_seconds", "How far the machine's clock is ahead of the due clock", off_s))
+        yield self.gauge(("clocks", "Clocks of machine, copy and metaserver that set due times", stats["clocks"]))
         messages, age_s = stats["overdue_messages"], stats["overdue_ms"] / 1000
         yield self.gauge(("due_messages", "Messages that are due and not sent, under way or not", messages))
-        yield self.gauge(("due_age_seconds", "For how long the oldest of them is due", age_s))
+        yield self.gauge(("due_age_seconds", "How long the oldest due and unsent message has been due", age_s))
         yield from self._overdue(stats)
 
     def _overdue(self, stats: dict[str, Any]) -> Iterator[Metric]:
         """Yield ages and counts by broker group, and by subject for the longest-waiting ones."""
         flights = self.gauges("in_flight_messages", "Messages under way to a broker group", "to_group")
-        flight_age = self.gauges("in_flight_age_seconds", "For how long the oldest of them is due", "to_group")
+        flight_age = self.gauges(
+            "in_flight_age_seconds", "How long the oldest of these messages has been due", "to_group"
+        )
         for name, (messages, age_ms) in stats["overdue_groups"].items():
             flights.add_metric([self.group, name], messages)
             flight_age.add_metric([self.group, name], age_ms / 1000)
         scope = f"of the {SUBJECTS_MAX} subjects that wait longest"
         due = self.gauges("due_subject_messages", f"Messages that are due and not sent, {scope}", "subject")
-        age = self.gauges("due_subject_age_seconds", f"For how long the oldest of them is due, {scope}", "subject")
+        age = self.gauges(
+            "due_subject_age_seconds", f"How long the oldest unsent message has been due, {scope}", "subject"
+        )
         blocked = self.gauges("blocked_messages", f"Messages that are due and have nowhere to go, {scope}", "subject")
         for name, (messages, age_ms, why) in stats["overdue_subjects"].items():
             due.add_metric([self.group, name], messages)

@@ -15,9 +15,9 @@ class DelaySettings(CopySettings):
     control_port: int = setting(20803, least=1, most=65535, why="gRPC port for metaserver, tools, repair and Spark")
     metrics_port: int = setting(20804, least=1, most=65535, why="HTTP port of /metrics")
 
-    delay_days_max: float = setting(730.0, unit="days", least=0.001, most=36_500, why="longest delay that is taken")
+    delay_days_max: float = setting(730.0, unit="days", least=0.001, most=36_500, why="longest delay that is accepted")
     segment_minutes: int = setting(
-        60, unit="min", least=1, most=1440, why="time of one segment of the schedule; those there are keep theirs"
+        60, unit="min", least=1, most=1440, why="time of one segment of the schedule; existing segments keep theirs"
     )
     load_ahead_minutes: float = setting(
         10.0, unit="min", least=0.1, most=1440, why="how long before its begin a segment is loaded"
@@ -29,13 +29,13 @@ class DelaySettings(CopySettings):
         72.0,
         unit="h",
         least=0.01,
-        why="how long a cancel is answered that a message was sent or cancelled, then: unknown",
+        why="time for which a cancel of a sent or cancelled message gets its state; later: unknown",
     )
     unknown_ms: int = setting(
         60_000, unit="ms", least=1000, why="time after which messages without an answer may go to another broker group"
     )
     clock_alarm_ms: int = setting(
-        1000, unit="ms", least=1, why="difference of the machine's clock to the mastership's that raises the alarm"
+        1000, unit="ms", least=1, why="difference of the machine's clock to the due clock that raises the alarm"
     )
     recurring_max: int = setting(
         1000, least=1, most=10_000, why="recurring schedules of one subject: each change looks through all of them"

@@ -110,7 +110,9 @@ class ScheduleFiler:
         if filed_end == end:
             return
         if not self._is_our_history(filed_end):
-            self.rebuild(f"it had {filed_end}, the log begins at {message_log.start}")
+            self.rebuild(
+                f"its end, {filed_end}, is not in the history of this log, which begins at {message_log.start}"
+            )
             return
         stop, messages = min(end, filed_end + PASS_BYTES), 0
         while filed_end < stop and messages < PASS_MESSAGES:

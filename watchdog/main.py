@@ -51,5 +51,5 @@ async def serve(settings: WatchdogSettings, stop: asyncio.Event) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a watchdog; return the exit status of `run_process`."""
-    description = "qmq's watchdog: sends the rows that outboxes still have."
+    description = "qmq's watchdog: sends the messages of rows that stay in outboxes."
     return run_process("watchdog", description, WatchdogSettings, "QMQ_WATCHDOG", serve, arguments)

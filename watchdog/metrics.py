@@ -50,7 +50,7 @@ class _Watchdog(Collector):
             "qmq_watchdog_metaserver_up", "1 while a metaserver answers.", int(not leader.metaserver_trouble)
         )
         yield GaugeMetricFamily("qmq_watchdog_leader", "1 at the active watchdog.", int(leader.is_leader))
-        yield GaugeMetricFamily("qmq_watchdog_term", "Term of its lease; 0 at a standby.", leader.lease.term)
+        yield GaugeMetricFamily("qmq_watchdog_term", "Term of the watchdog's lease; 0 at a standby.", leader.lease.term)
         yield CounterMetricFamily("qmq_watchdog_elections", "Times that this watchdog became active.", leader.elections)
         yield GaugeMetricFamily(
             "qmq_watchdog_refused_routes",
@@ -64,7 +64,7 @@ class _Watchdog(Collector):
         leader = self._leader
         up = GaugeMetricFamily("qmq_watchdog_database_up", "1 while the database answers.", labels=["database"])
         passed = GaugeMetricFamily(
-            "qmq_watchdog_last_pass_seconds", "Since the whole table was last looked through.", labels=["database"]
+            "qmq_watchdog_last_pass_seconds", "Time since the whole table was last read.", labels=["database"]
         )
         for url, drain in leader.drains.items():
             up.add_metric([url], int(not drain.trouble))
@@ -84,7 +84,7 @@ class _Watchdog(Collector):
         oldest = GaugeMetricFamily("qmq_watchdog_oldest_seconds", "Age of the oldest row.", labels=["database"])
         aged = GaugeMetricFamily(
             "qmq_watchdog_rows_older",
-            "Rows to be sent that are older, of the 10,000 that are due longest.",
+            "Pending rows older than `seconds`, of the 10,000 that are due longest.",
             labels=["database", "seconds"],
         )
         for url, stats in self._metrics.stats.items():
@@ -95,7 +95,7 @@ class _Watchdog(Collector):
                 aged.add_metric([url, str(step)], count)
         looked = GaugeMetricFamily(
             "qmq_watchdog_reconciled_rows",
-            "Rows of the last look, by their state in the logs.",
+            "Rows of the last reconciliation, by their state in the logs.",
             labels=["database", "state"],
         )
         for url, states in self._metrics.reconciled.items():

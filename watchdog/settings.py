@@ -72,14 +72,14 @@ class WatchdogSettings:
     token: Token = setting(
         secret=True, why="key of the installation: the metaserver gives passwords of databases only to its holders"
     )
-    room: str = setting("default", why="namespace: it scans the databases registered with this room")
+    room: str = setting("default", why="namespace: the watchdog scans the databases registered with this room")
     host: Host = setting("127.0.0.1", why="address to listen on; 0.0.0.0 or :: for all")
     http_port: int = setting(8090, least=0, most=65535, why="/metrics, /health, requests of tools.sh; 0: a free port")
     advertised_ip: Host = setting(
         "", why="host name or IP address that metaservers and Prometheus connect to; default: host"
     )
     advertised_http_port: int = setting(
-        0, least=0, most=65535, why="port that they connect to instead, as behind NAT; 0: http_port"
+        0, least=0, most=65535, why="port that they connect to if it differs, as behind NAT; 0: http_port"
     )
     log_level: str = setting("INFO", one_of=LEVELS, why="lowest level of written log lines")
     log_format: str = setting("text", one_of=FORMATS, why="one line an event, as text or as JSON")
@@ -89,7 +89,7 @@ class WatchdogSettings:
         unit="ms",
         least=500,
         most=300_000,
-        why="QMQ's; time from a dead leader's last beat to its replacement",
+        why="time from a dead leader's last beat to its replacement; QMQ's default",
     )
     beat_ms: int = setting(1000, unit="ms", least=50, most=60_000, why="interval of checks of the lease")
     refresh_ms: int = setting(5000, unit="ms", least=100, most=600_000, why="delay of AddDb and RemoveDb")
@@ -104,10 +104,12 @@ class WatchdogSettings:
         500,
         least=1,
         most=5000,
-        why="rows of a transaction: half of 1,000's burst in the application's database, for a fifth more CPU a row",
+        why="rows of a transaction; 1,000 would double the burst in the database, for a sixth less CPU a row",
     )
     claims_max: int = setting(8, least=1, most=32, why="unanswered batches of one database")
-    errors_max: int = setting(1000, least=1, most=2_000_000_000, why="QMQ's; failures after which a row is parked")
+    errors_max: int = setting(
+        1000, least=1, most=2_000_000_000, why="failures after which a row is parked; QMQ's default"
+    )
     release_ms: int = setting(
         1000, unit="ms", least=1, why="back-off of a row after its first failure; doubled each time"
     )

@@ -223,7 +223,7 @@ class Watcher:
         sources = [source for source in self._leader.sources if database in ("", source.url)]
         if database and not sources:
             known = ", ".join(source.url for source in self._leader.sources) or "none"
-            raise OperatorError(f"no database {database[:200]} is registered in this room; there is: {known}")
+            raise OperatorError(f"no database {database[:200]} is registered in this room. Registered: {known}")
 
         async def of(source: Source) -> dict[str, Any]:
             try:
