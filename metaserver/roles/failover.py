@@ -313,8 +313,11 @@ class Failovers:
         changes = promotion.changes_of(change, facts.group, facts.best, facts.best_state)
         try:
             await registry.change(changes, audit)
-        except OutcomeUnknown:
-            await registry.settle()
+        except OutcomeUnknown as error:
+            try:
+                await registry.settle()
+            except (NotServed, OutcomeUnknown):
+                raise error from None  # DatabaseAway would report that nothing was changed
             now = registry.directory.groups.get(change.group)
             if now is None or (now.term, _key(now.master)) != (change.new_term, _key(change.master)):
                 raise

@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import grpc
 import pytest
@@ -187,8 +188,8 @@ async def test_paused_metaserver_finds_the_failover_done(world, monkeypatch):
     assert [entry.action for entry in await world.audit()].count("Failover") == 1
 
 
-@pytest.mark.parametrize("stored", [True, False])
-async def test_unanswered_failover_commit_is_looked_up(world, monkeypatch, stored):
+@pytest.mark.parametrize(("stored", "is_away"), [(True, False), (False, False), (True, True)])
+async def test_unanswered_failover_commit_is_looked_up(world, monkeypatch, stored, is_away):
     failovers = await lose_master(world)
     change = world.registry.change
 
@@ -198,7 +199,9 @@ async def test_unanswered_failover_commit_is_looked_up(world, monkeypatch, store
         raise OutcomeUnknown("the connection broke in the commit")
 
     monkeypatch.setattr(world.registry, "change", unanswered)
-    if stored:
+    if is_away:
+        monkeypatch.setattr(world.registry, "settle", AsyncMock(side_effect=DatabaseAway("it was stopped")))
+    if stored and not is_away:
         await failovers.fail_over("g1")
     else:
         with pytest.raises(OutcomeUnknown):
