@@ -31,8 +31,8 @@ class Registration:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self.refused: dict[BrokerKey, tuple[str, int]] = {}
-        """Latest rejection of a second process, by broker: the reason and the time."""
+        self._refused: dict[BrokerKey, tuple[Broker, str, int]] = {}
+        """Latest rejection of a second process, by broker: the process, the reason and the time."""
         self._unplaced: dict[BrokerKey, tuple[Broker, int, int]] = {}
         """Brokers with a group's log and without a place: the broker, its newest stored term and the time."""
 
@@ -116,7 +116,7 @@ class Registration:
                     f"or directory: one of the two data directories is a copy of the other. {STOP_ONE}"
                 )
         except PlaceTaken as error:
-            self.refused[registering.key] = str(error), self._registry.now_ms()
+            self._refused[registering.key] = registering, str(error), self._registry.now_ms()
             raise
 
     def _is_in_sync(self, group: Group, slave: Broker) -> bool:
@@ -127,9 +127,13 @@ class Registration:
         return is_connected_here and master is not None and slave.incarnation in master.in_step
 
     def refused_lately(self, broker: Broker) -> str:
-        """Return why another process was rejected as this broker within the last minute; empty: none was."""
-        text, refused_ms = self.refused.get(broker.key, ("", 0))
-        return text if self._registry.now_ms() - refused_ms <= REFUSED_SHOWN_MS else ""
+        """Return why another process was rejected as this broker within the last minute.
+
+        Empty: none was, or that process has the place now.
+        """
+        refused, text, refused_ms = self._refused.get(broker.key, (broker, "", 0))
+        has_place = refused.incarnation == broker.incarnation and not rules.may_be_copy(broker, refused)
+        return "" if has_place or self._registry.now_ms() - refused_ms > REFUSED_SHOWN_MS else text
 
     async def _store_registration(self, broker: Broker, before: Broker) -> None:
         if rules.is_elsewhere(before, broker) and self._registry.old_row(broker.group) is None:

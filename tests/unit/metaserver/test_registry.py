@@ -185,6 +185,7 @@ async def test_moved_broker_begins_in_a_new_term(world):
         assert (await registry.registration.register(copied, is_gone)).instance == "a copy"
     row = registry.directory.groups["g1"]
     assert (row.term, row.slaves[0].instance, row.master) == (group.term + 1, "a copy", group.master)
+    assert registry.registration.refused_lately(original) and not registry.registration.refused_lately(row.slaves[0])
     registry.join(copied.key, copied.incarnation)
     with pytest.raises(PlaceTaken, match="is a copy of the other"):
         await registry.registration.register(original, is_gone)
