@@ -164,10 +164,14 @@ class Operator:
                 raise Violation(f"{self.group} gave up {lost}, and {name} lacks {missing or 'nothing'}")
 
     def restore_or_do_without(self, remedy: str) -> None:
-        """The master came with another disk: give its own back, or lose that for good."""
+        """The master came with another disk: give its own back, or lose that for good.
+
+        Beside a copy that was put back, no promise covers the loss of another disk.
+        """
         world, master = self.world, self.master
         row = world.oracle.decided.places[master.key]
-        if world.loop.rng.random() < 0.5:
+        has_old = any(box.disk.is_old for box in self.boxes if box is not master)
+        if world.loop.rng.random() < 0.5 or has_old:
             number = next(at for at, disk in enumerate(master.disks) if disk.incarnation == row.incarnation)
             world.note(f"{master.name} gets its disk back")
             world.stop_box(master, closes=True)

@@ -261,8 +261,8 @@ class Oracle:
             missing = self._brokers.owed(group) - disk.messages
             if errand.what == "AdoptRoles" and errand.words.get("force") == "true":
                 continue  # it does not begin before it has every remembered point
-            if missing and group not in before.terms and self._lost and not errand.process.newest_terms[group]:
-                self._brokers.acknowledged[group].given_up |= missing  # no broker reports this group any more
+            if missing and old is None and self._lost and not errand.process.newest_terms[group]:
+                self._brokers.acknowledged[group].given_up |= missing  # the row was lost, and no broker reports it
                 continue
             if missing and (goes_on or errand.words.get("acceptLoss") == "true"):
                 self._brokers.acknowledged[group].given_up |= missing
