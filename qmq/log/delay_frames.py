@@ -34,7 +34,7 @@ Place = tuple[int, int]
 class Outcome(IntEnum):
     STORED = 0
     NOT_STORED = 1
-    """Its messages are due again."""
+    """The dispatch's messages are due again."""
 
 
 Settlement = tuple[int, int, int]

@@ -1,9 +1,9 @@
-"""Shell. The disk of a log: a port, and its only implementation that keeps bytes.
+"""Shell. Disk of a log: the port, and its only durable implementation.
 
 Names are relative to one data directory, with `/` between folders. All calls block; slow ones run on a thread. A failed
 call raises DiskFailed. The process must exit: after a failed write or fsync the file's contents are undefined (I15). A
-block that cannot be read raises nothing. It is read as UNREADABLE, which matches no CRC, so it is repaired as any other
-damage.
+block that cannot be read raises no error. It is returned as UNREADABLE, which matches no CRC, so it is repaired as any
+other damage.
 
 Tests and simulators run `RealDisk` on the file system in memory of `qmq.log.memory_disk`.
 """
@@ -31,15 +31,15 @@ from qmq.log.system import System
 log = logging.getLogger(__name__)
 
 COLD_READ_BYTES = 64 * 1024
-"""Smaller reads are headers and snapshots: keeping them in the cache or not makes no difference."""
+"""Smaller reads, of headers and snapshots, may stay in the page cache: they take little of it."""
 BLOCK_BYTES = 4096
 UNREADABLE = b"\xde" * BLOCK_BYTES
 """Contents of a block that the disk cannot read. Not zeros: those would look like the end of the log."""
 UNREADABLE_BLOCKS_MAX = 256
-"""With more unreadable blocks in one read, a MiB, the disk itself has failed."""
+"""With more unreadable blocks than this, 1 MiB, in one read, the disk itself has failed."""
 OPEN_FILES_MAX, OPEN_FILES_PART = 512, 16
-"""Above this, or this part of the limit of descriptors, the file that has been open longest is closed, and opened again
-on its next use. A process has up to two disks.
+"""Limit of open files, as a number and as a part of the limit of descriptors. Above it, the file that has been open
+longest is closed, and opened again on its next use. A process has up to two disks.
 """
 WHOLE_FILE = 0, 1 << 62
 REMOVED = "removed"
@@ -56,7 +56,7 @@ _IOV_MAX = 1024
 
 
 class Disk(Protocol):
-    """The port of a disk, as a log uses it. `put` is atomic and durable; `write` is neither until `sync`."""
+    """Port of a disk, as a log uses it. `put` is atomic and durable; `write` is neither until `sync`."""
 
     def names(self, folder: str) -> list[str]:
         """Return the names of the files in `folder`, sorted; none if there is no such folder."""
@@ -68,10 +68,10 @@ class Disk(Protocol):
         """Return the bytes of the file, 0 if there is none."""
 
     def look_again(self, name: str) -> None:
-        """Let the next read open the file by its name: it may be replaced or gone by now."""
+        """Let the next read open the file by its name, because it may be replaced or gone by now."""
 
     def is_lost(self, name: str) -> bool:
-        """Return whether the open file of this name lost it: the name is gone, or names another file."""
+        """Return whether the open file has lost this name, which is gone or names another file."""
 
     def used(self, name: str) -> int:
         """Return the size without the space reserved at the end. The rest is zeros; some zeros may precede it."""
@@ -80,25 +80,25 @@ class Disk(Protocol):
         """Return up to `size` bytes from `offset`; fewer only at the end of the file. Bad blocks come as UNREADABLE."""
 
     def map(self, name: str) -> Buffer:
-        """Return the whole of a file that never changes again; empty if it is missing or has bad blocks."""
+        """Return the whole content of a file that never changes again; empty if it is missing or has bad blocks."""
 
     def create(self, name: str, size: int, *, lasting: bool = True) -> None:
-        """Make a file of `size` zeros, durably; an empty one, which grows, on a nearly full disk.
+        """Make a file of `size` zeros, durably. On a nearly full disk, make an empty file, which grows.
 
-        Not `lasting`: its name becomes durable with the next `put` into the same folder, which saves an fsync.
+        Without `lasting`, the name becomes durable with the next `put` into the same folder, which saves an fsync.
         """
 
     def write(self, name: str, offset: int, buffers: Sequence[Buffer]) -> None:
         """Write the buffers one after the other at `offset`."""
 
     def sync(self, name: str) -> None:
-        """Return when all writes to the file survive a power cut."""
+        """Make all writes to the file durable: after this they survive a power cut."""
 
     def truncate(self, name: str, size: int) -> None:
         """Cut the file to `size` bytes, durably."""
 
     def put(self, name: str, data: Buffer) -> None:
-        """Replace or make the file with `data`: a crash leaves the old file or the new one, whole."""
+        """Replace or make the file with `data`. A crash leaves the old file or the new one, whole."""
 
     def move(self, name: str, to: str) -> None:
         """Rename a file, durably."""
@@ -111,8 +111,8 @@ class Disk(Protocol):
 
 
 class _Descriptor:
-    """An open file. It is closed when its last reader releases it: a descriptor closed earlier could come to mean
-    another file.
+    """Open file. It is closed when its last reader releases it. If it were closed earlier, its descriptor could be
+    reused for another file.
     """
 
     __slots__ = ("_system", "fd")
@@ -126,7 +126,7 @@ class _Descriptor:
 
 
 STEP_BYTES = 8 << 20
-"""Ranges are dropped in steps of this size: a call per commit would cost more than it saves."""
+"""Ranges are dropped in steps of this size, because a call per commit would cost more than it saves."""
 
 
 class _Range(NamedTuple):
@@ -139,10 +139,11 @@ class PageCache:
     """Newest part of a disk's files in the system's page cache. Made by the disk; `synced` runs on the writing thread.
 
     Written and fsynced bytes stay in the page cache until another program needs the memory. A log broker would fill a
-    machine with pages without readers, evict others' pages, and pay for a fresh page per 4 KiB. In a virtual machine
-    whose host takes unused memory back, that is 1.7 to 2 µs per KiB, two thirds of a broker's time. So bytes more than
-    `keep_bytes` behind the end are dropped. Measured, 1 KiB messages through master and slave: 190,000 to 250,000/s
-    without, 290,000 to 355,000/s with it. Readers further behind read from the disk, and leave nothing in the cache.
+    machine with pages without readers, evict the pages of other programs, and pay for a fresh page per 4 KiB. In a
+    virtual machine whose host reclaims unused memory, that is 1.7 to 2 µs per KiB, two thirds of a broker's time. So
+    bytes more than `keep_bytes` behind the end are dropped. Measured, 1 KiB messages through master and slave: 190,000
+    to 250,000/s without, 290,000 to 355,000/s with it. Readers further behind read from the disk, and leave nothing in
+    the cache.
     """
 
     def __init__(self, system: System, keep_bytes: int) -> None:
@@ -182,7 +183,7 @@ class RealDisk:
     """Files below one directory. Reads and writes may run on different threads; one writer at a time per file."""
 
     def __init__(self, root: Path, *, cached_bytes: int | None = 256 << 20, system: System | None = None) -> None:
-        """`cached_bytes`: newest bytes written that stay in the page cache; None: the system decides."""
+        """Make the disk. `cached_bytes` newest bytes stay in the page cache; with None the system decides."""
         self._root = str(root)
         self._system = system or System()
         self._cache = PageCache(self._system, cached_bytes) if cached_bytes is not None else None
@@ -190,7 +191,7 @@ class RealDisk:
         self._descriptors: dict[str, _Descriptor] = {}
         self._open_max = min(OPEN_FILES_MAX, max(1, descriptors.limit() // OPEN_FILES_PART))
         self._mapped: set[str] = set()
-        """Mapped files, which are never cut: touching a missing page of one kills the process."""
+        """Mapped files, which are never cut, because an access to a missing page of one kills the process."""
         with failing(self._root):
             self._make_folder(self._root)
             self._sync_all_folders()
@@ -220,7 +221,7 @@ class RealDisk:
         with failing(name):
             file = self._descriptors.get(name)
             is_lost = file is not None and not self._system.is_named(file.fd, self._path(name))
-        return is_lost and self._descriptors.get(name) is file  # otherwise a `remove` of ours took it away just now
+        return is_lost and self._descriptors.get(name) is file  # otherwise this process has just removed it
 
     def used(self, name: str) -> int:
         # A restart read 1 GiB of zeros behind 28 MB of log: 3.0 of its 3.1 s. The file system keeps the end of data.
@@ -254,7 +255,7 @@ class RealDisk:
         with failing(name):
             file = self._descriptor(self._path(name))
             if _has_bad_blocks(self._system, file.fd):
-                return b""  # touching a bad block of a mapped file kills the process (SIGBUS)
+                return b""  # an access to a bad block of a mapped file kills the process (SIGBUS)
             self._mapped.add(name)
             return self._system.map(file.fd)
 
@@ -296,8 +297,8 @@ class RealDisk:
                 self._cache.synced(file, *written)
 
     def _sync(self, file: _Descriptor, call: Callable[[int], None]) -> None:
-        """Linux drops pages that it could not write, but readers still see them in memory, and the next fsync succeeds.
-        A process started soon after would confirm them.
+        """Fsync a file, and drop its cached pages if that fails. Linux marks pages that it could not write as clean:
+        readers still see them in memory, and the next fsync succeeds. A process started soon after would confirm them.
         """
         try:
             call(file.fd)
@@ -328,7 +329,7 @@ class RealDisk:
             self._forget(name)
             path, to_path = self._path(name), self._path(to)
             self._make_folder(_folder_of(to_path))
-            self._sync_folders(to_path)  # otherwise the old name may be gone before the new one is durable
+            self._sync_folders(to_path)  # otherwise the old name may be gone before the new name is durable
             self._system.rename(path, to_path)
             self._forget(name)  # another thread may have opened it meanwhile
             self._sync_folders(to_path)
@@ -382,7 +383,9 @@ class RealDisk:
         return file
 
     def _close_some(self) -> None:
-        """A delay server has two files per segment of its schedule: 35,000 for two years of hours."""
+        """Close files above the limit. A delay server has two files per segment of its schedule: 35,000 for two years
+        of hours.
+        """
         while len(self._descriptors) > self._open_max:
             with contextlib.suppress(KeyError, StopIteration, RuntimeError):  # another thread makes it
                 self._descriptors.pop(next(iter(self._descriptors)), None)
@@ -407,7 +410,7 @@ class RealDisk:
             self._sync_folder(path)
 
     def _sync_all_folders(self) -> None:
-        """Make existing names durable: an earlier process may have been killed before it did, or just made the root."""
+        """Make existing names durable: an earlier process may have been killed before that, or just made the root."""
         try:
             self._sync_folder(_folder_of(self._root))
         except OSError as error:  # the parent belongs to another user, or its file system has no such fsync
@@ -488,7 +491,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @contextmanager
 def one_process(data: Path, name: str) -> Iterator[str]:
-    """Hold the directory's lock; yield the directory's instance. Two processes on one directory would destroy it.
+    """Hold the directory's lock and yield the directory's instance. Two processes on one directory would destroy it.
 
     Raises:
         QmqError: another `name` holds the lock.

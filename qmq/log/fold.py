@@ -1,6 +1,6 @@
-"""Core. State of a message log: one function of its frames for master, slave, restart, test and Spark.
+"""Core. Fold: the state of a message log as one function of its frames, for master, slave, restart, test and Spark.
 
-`State` is derived, and stored only as a snapshot at a segment's base: truncating the log truncates it. Only `apply`
+`State` is derived, and stored only as a snapshot at a segment's base, so truncating the log truncates it. Only `apply`
 changes it.
 
 Keeps I7, I8, I17 and I18.
@@ -37,9 +37,11 @@ from qmq.subjects import is_dead_letter_subject
 from qmq.types import NO_EPOCH, Epoch
 
 PRODUCERS_MAX = 4096
-"""Producers whose last batches are remembered. The one silent for longest is forgotten first. About 30 MB when full."""
+"""Limit of producers whose last batches are remembered. The producer silent for longest is forgotten first. They take
+about 30 MB.
+"""
 BATCHES_PER_PRODUCER = 64
-"""A producer keeps fewer numbers than this between its oldest unresolved batch and its newest."""
+"""Batches remembered per producer, whose oldest unresolved batch and newest one are closer together than this."""
 
 
 class EpochStart(NamedTuple):
@@ -51,7 +53,7 @@ class EpochStart(NamedTuple):
 
 
 class StoredBatch(NamedTuple):
-    """The answer to a repeated batch."""
+    """Stored answer to a repeated batch."""
 
     first_sequence: int
     stored: int
@@ -78,8 +80,8 @@ class State:
     retry_ms: int = 0
     """Latest time of a nack, by the clocks of the masters (qmq.replication.mastership)."""
     pull_floor: int = field(default=0, compare=False)
-    """End of the pull sequences of forgotten groups: late acks must not hit messages of new groups of those names.
-    Not in snapshots: a restart begins a mastership, with higher ones.
+    """End of the pull sequences of deleted groups. New groups of those names begin above it, so that late acks hit none
+    of their messages. Not in snapshots, because a restart begins a mastership, which has higher pull sequences.
     """
 
     @property
@@ -104,7 +106,7 @@ class State:
         return self.producers.get(producer, {}).get(batch)
 
     def is_forgotten(self, producer: int, batch: int) -> bool:
-        """Return whether the batch is older than the window: then it is unknown whether it was stored."""
+        """Return whether the batch is older than the window, so that it is unknown whether it was stored."""
         window = self.producers.get(producer)
         return window is not None and batch not in window and batch + BATCHES_PER_PRODUCER <= max(window)
 
@@ -116,10 +118,10 @@ def apply(state: State, frame: Frame, body: Content) -> None:
     """Advance `state` by the frame that begins at its end.
 
     Args:
-        body: the body of the frame; of a progress frame, what it was decoded to serves as well.
+        body: body of the frame. For a progress frame, the decoded `Progress` serves as well.
 
     Raises:
-        CorruptFrame: the frame does not follow from the log before it. Discard the state, which may be half changed.
+        CorruptFrame: the frame contradicts the log before it. Discard the state, which may be half changed.
     """
     if frame.offset != state.end:
         raise CorruptFrame(frame.offset, f"the log ends at {state.end}")
@@ -146,7 +148,7 @@ def _messages(state: State, frame: Frame, body: Buffer) -> None:
 
 
 def _remember(state: State, frame: Frame, first_sequence: int) -> None:
-    """Note a producer's batch; forget its oldest one, or the producer silent for longest."""
+    """Record a producer's batch; forget its oldest batch, or the producer silent for longest."""
     producer, batch = frame.producer, frame.batch
     window = state.producers.pop(producer, None) or {}
     window.pop(batch, None)
@@ -263,7 +265,7 @@ def _position(state: State, frame: Frame, body: Content) -> None:
             raise CorruptFrame(frame.offset, f"{progress.consumer} leaves {progress.group}, which has no position")
         _leave(group, progress)
         group.left_ms = frame.timestamp_ms
-    elif progress.entries:  # moving a group ends the membership of all its consumers: late acks hit nothing
+    elif progress.entries:  # an operator's move ends the membership of all consumers, so late acks hit nothing
         position, is_broadcast, _ = progress.entries[0]
         state.groups[key] = Group(
             position, _pulls_end(group), is_broadcast=bool(is_broadcast), left_ms=frame.timestamp_ms, began=frame.offset
@@ -275,12 +277,12 @@ def _position(state: State, frame: Frame, body: Content) -> None:
 
 
 def _pulls_end(group: Group | None) -> int:
-    """Return the end of the pull sequences that the group's consumers were given."""
+    """Return the end of the pull sequences that were delivered to the group's consumers."""
     return max(group.floor, *(consumer.next_pull for consumer in group.consumers.values()), 0) if group else 0
 
 
 def _leave(group: Group, progress: Progress) -> None:
-    """Requeue a departed consumer's unacked messages. Deliveries that it never began with do not count."""
+    """Requeue a departed consumer's unacked messages. Deliveries of messages that it had not begun do not count."""
     (departure, _, _), *begun = progress.entries
     consumer = group.consumers.pop(progress.consumer, Consumer())
     for begin, end, _ in begun:
@@ -294,7 +296,7 @@ def _leave(group: Group, progress: Progress) -> None:
 
 
 def _nothing(state: State, frame: Frame, body: Buffer) -> None:
-    """`apply` handles the epoch; a delay server's schedule folds its own frames."""
+    """Do nothing: `apply` handles epochs, and a delay server's schedule folds its own frames."""
 
 
 def _retention(state: State, frame: Frame, body: Buffer) -> None:
@@ -358,7 +360,7 @@ def encode_snapshot(state: State) -> bytes:
 
 
 def is_current_snapshot(data: Buffer) -> bool:
-    """Return whether this version wrote the snapshot: an older one has fewer fields, a newer one more."""
+    """Return whether a snapshot has this version's format: an older one has fewer fields, a newer one more."""
     return bytes(data[4:8]) == _VERSION.to_bytes(4, "little")
 
 
@@ -366,7 +368,8 @@ def decode_snapshot(data: Buffer) -> State:
     """Read a snapshot back.
 
     Raises:
-        ValueError: it is damaged; replay from an earlier one. NewerFormat: a newer version wrote it; so do the same.
+        ValueError: the snapshot is damaged; replay from an earlier one.
+        NewerFormat: a newer version wrote the snapshot; replay from an earlier one.
     """
     data = bytes(data)
     if crc32(data[4:]) != int.from_bytes(data[:4], "little"):

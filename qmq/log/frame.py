@@ -1,4 +1,4 @@
-"""Core. The frame: the one kind of entry of a message log.
+"""Core. Frame: the entry of a message log.
 
 All integers little-endian; version 1; every frame begins at a multiple of 8.
 
@@ -25,10 +25,10 @@ All integers little-endian; version 1; every frame begins at a multiple of 8.
     88      s     subject, UTF-8, then zeros up to a multiple of 8 (both are the subject field)
             b     body
 
-So one CRC covers every header byte and one every body byte; a frame that stands elsewhere than its own offset
-does not parse; two logs with the same chain at an offset are equal in every byte before it. A reader that finds
-bytes that do not parse looks for a frame behind them: if there is one, the bytes are damaged; if there is none,
-they are a torn tail (see `qmq.log.recovery`).
+So one CRC covers every header byte, and another every body byte. A frame at another place than its own offset does not
+parse. Two logs with the same chain at an offset are equal in every byte before it. A reader that finds bytes that do
+not parse looks for a frame behind them: if there is one, the bytes are damaged; if there is none, they are a torn tail
+(see `qmq.log.recovery`).
 
 Keeps I3.
 """
@@ -55,15 +55,15 @@ HEADER_BYTES = HEADER.size
 _CHAINED = struct.Struct("<IBBHIIIIQQqQQQ")
 _TAIL = struct.Struct("<QI")
 _SEALED = struct.Struct("<6xH4xI8xQ48xII")
-"""Of a header: subject bytes, body bytes, own offset, body CRC, header CRC."""
+"""Parts of a header: subject bytes, body bytes, own offset, body CRC, header CRC."""
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _epoch = lru_cache(8)(Epoch)
-"""Nearly all frames in the tail have the same epoch."""
+"""Cache of epochs: nearly all frames in the tail have the same one."""
 
 FLAG_NO_SLAVE_IN_SYNC = 1
 FLAG_LABELLED = 2
-"""Labels of the messages follow the batch."""
+"""The messages' labels follow the batch in the body."""
 FLAG_ORDERED = 4
 """Some message of the batch has an order key."""
 FLAG_DEAD = 8
@@ -204,7 +204,8 @@ def decode_header(data: Buffer, at: int, offset: int, previous_chain: int | None
     """Parse and check the header of the frame at `data[at]`, which is at `offset` of the log.
 
     Raises:
-        CorruptFrame: no frame is there, it belongs elsewhere, or it does not continue `previous_chain` (None: unknown).
+        CorruptFrame: no frame is there, the frame belongs elsewhere, or it does not continue `previous_chain` (None:
+            unknown).
     """
     if len(data) - at < HEADER_BYTES:
         raise CorruptFrame(offset, "the bytes end within a header")
@@ -292,7 +293,8 @@ def decode_frames(data: Buffer, offset: int, previous_chain: int | None) -> Iter
 def intact_bytes(data: memoryview, offset: int) -> int:
     """Return the number of bytes of `data`, which begins at `offset` of a log, that are whole frames by their CRCs.
 
-    For bytes that a receiver decodes anyway: a quarter of the time of `decode_frames`, and no check of the chain.
+    Takes a quarter of the time of `decode_frames`, without a check of the chain: for bytes that a receiver decodes
+    anyway.
     """
     at = 0
     while len(data) - at >= HEADER_BYTES:

@@ -9,11 +9,11 @@ Part of the fold (qmq.log.fold), which alone changes it. The states of one messa
     ACKED       before the position, and in no range                                none
     DEAD        as ACKED; a copy is in the group's dead-letter subject              none here; the copy's properties
 
-A message is in one state only. Each event is a progress frame. The fold refuses an event that the table lacks, and the
-log with it is damaged. An operator's move of a group begins it anew: all messages are NEW or ACKED.
+A message is in one state only. Each event is a progress frame. The fold rejects an event that the table lacks; a log
+with such an event is damaged. An operator's move of a group begins it anew: all messages are NEW or ACKED.
 
-`attempts` rises with each delivery. A consumer that leaves, drains or vanishes without having begun with a message
-lowers it again. If the consumer vanished, `suspected` rises instead: the message may have been the cause.
+`attempts` rises with each delivery. It is lowered again if the consumer leaves, drains or vanishes without having begun
+with the message. If the consumer vanished, `suspected` rises instead, because the message may have been the cause.
 
 Keeps I21.
 """
@@ -36,7 +36,8 @@ from qmq.states import TransitionTable
 MASTERSHIP_BITS = 32
 """A pull sequence's upper bits are the mastership's epoch, so a late ack never hits other messages (W2, W13).
 
-A count of masterships would not do: two histories that part may have as many, and a lone master delivers messages.
+A count of masterships would not suffice: two histories that part may have equal counts, and a lone master delivers
+messages.
 """
 
 _PULL = itemgetter(0)
@@ -59,7 +60,7 @@ class MessageEvent(Enum):
     """a pull frame skips it for now: an earlier message of its order key is not settled"""
     ACK = auto()
     NACK = auto()
-    """it comes again after a delay; the delivery counts, or does not as not begun"""
+    """it is delivered again after a delay; this delivery counts, unless it was not begun"""
     LEAVE = auto()
     """its consumer left or vanished"""
     GIVE_UP = auto()
@@ -94,7 +95,7 @@ class UnackedRange(NamedTuple):
     attempts: int
     """Deliveries that count, this one included."""
     suspected: int = 0
-    """Deliveries to a consumer that vanished: it is unknown whether it began with them."""
+    """Deliveries to consumers that vanished, of which it is unknown whether a handler began."""
 
     @property
     def pull_end(self) -> int:
@@ -110,7 +111,7 @@ class UnackedRange(NamedTuple):
         return self.attempts + self.suspected
 
     def part(self, begin: int, end: int) -> UnackedRange:
-        """Return the part of it in the pull sequences `[begin, end)`, which overlap it."""
+        """Return the part of this range in pull sequences `[begin, end)`, which overlap it."""
         pull = max(self.pull, begin)
         return self._replace(pull=pull, first=self.first + pull - self.pull, count=min(self.pull_end, end) - pull)
 
@@ -122,11 +123,11 @@ class Consumer:
     next_pull: int = 0
     unacked: list[UnackedRange] = field(default_factory=list)
     mastership_ends: list[int] = field(default_factory=list)
-    """Ends of the pull sequences of each mastership, for as long as some of them may be unacked."""
+    """End of the pull sequences of each mastership that may have unacked ones."""
 
     @property
     def acked_end(self) -> int:
-        """Everything below this pull sequence is settled. It only grows."""
+        """Pull sequence below which everything is settled. It only grows."""
         return self.unacked[0].pull if self.unacked else self.next_pull
 
     @property
@@ -134,11 +135,11 @@ class Consumer:
         return sum(span.count for span in self.unacked)
 
     def has_as_many_as(self, limit: int) -> bool:
-        """Return whether this many messages are unacked; mostly without counting them."""
+        """Return whether at least `limit` messages are unacked, mostly without counting them."""
         return self.next_pull - self.acked_end >= limit and self.unacked_messages >= limit
 
     def deliver(self, new: UnackedRange) -> None:
-        """Note delivered messages, behind all others."""
+        """Add delivered messages, behind all others."""
         ends = self.mastership_ends
         if not ends or ends[-1] - 1 >> MASTERSHIP_BITS != new.pull >> MASTERSHIP_BITS:
             self.mastership_ends = ends = [end for end in ends if end > self.acked_end]
@@ -153,7 +154,7 @@ class Consumer:
         unacked.append(new)
 
     def delivered_more_than(self, limit: int) -> list[Range]:
-        """Return the ranges of pull sequences with more deliveries than `limit`; 0 is no limit."""
+        """Return the ranges of pull sequences with more deliveries than `limit`; 0 means no limit."""
         return [(span.pull, span.pull_end) for span in self.unacked if limit and span.deliveries > limit]
 
     def unacked_below(self, end: int, limit: int) -> list[Range]:
@@ -167,7 +168,9 @@ class Consumer:
         return found
 
     def was_given(self, end: int) -> bool:
-        """Return whether this history gave out or settled all pull sequences below `end`, the end of its mastership."""
+        """Return whether this history delivered or settled all pull sequences below `end`, within the mastership of
+        `end`.
+        """
         mastership = end - 1 >> MASTERSHIP_BITS
         return end <= self.acked_end or any(
             end <= given and given - 1 >> MASTERSHIP_BITS == mastership for given in self.mastership_ends
@@ -232,12 +235,12 @@ class Group:
 
     position: int
     floor: int = 0
-    """First pull sequence that no departed consumer was given."""
+    """First pull sequence above those delivered to departed consumers."""
     requeued: Requeued = field(default_factory=Requeued)
-    """Messages before `position` that no consumer has."""
+    """Messages before `position` that wait to be delivered again."""
     consumers: dict[str, Consumer] = field(default_factory=dict)
     is_broadcast: bool = False
-    """The group of one broadcast consumer, which gets all messages."""
+    """Whether this is the group of one broadcast consumer, which gets all messages."""
     left_ms: int = 0
     """Time at which the group began, or its last consumer left."""
     began: int = 0
@@ -255,7 +258,7 @@ class Group:
         return [*found, (self.position, end)] if self.position < end else found
 
     def first_unconsumed(self, end: int) -> int | None:
-        """Return the first sequence of `unconsumed` without listing all; None if there is none."""
+        """Return the first sequence of `unconsumed(end)`, without a list of all; None if there is none."""
         firsts = [span.first for consumer in self.consumers.values() for span in consumer.unacked]
         if (requeued := self.requeued.first) is not None:
             firsts.append(requeued)

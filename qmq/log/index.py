@@ -1,7 +1,7 @@
-"""Core. The consume log: the place in the message log of each sequence of each subject, derived from messages frames.
+"""Core. Consume log: the place in the message log of each sequence of each subject, derived from messages frames.
 
-It joins the indexes of all segments. The index of the newest segment is in memory. That of a closed one is a file
-beside it, so a backlog without readers costs no memory. An index file (little-endian):
+It joins the indexes of all segments. The index of the newest segment is in memory. The index of a closed segment is a
+file beside it, so a backlog without readers costs no memory. An index file (little-endian):
 
     0    4   magic "QMI1" (its last byte is the version)
     4    4   CRC-32 of everything behind this field
@@ -47,7 +47,7 @@ class FrameRef(NamedTuple):
 
 
 class _Entries:
-    """The frames of one subject. The last entry of `sequences` is the end of the last frame."""
+    """Frames of one subject. The last entry of `sequences` is the end of the last frame."""
 
     __slots__ = ("sequences", "offsets", "lengths")
 
@@ -174,7 +174,7 @@ class ClosedIndex:
 
 
 class Chapters:
-    """The segments in which one subject occurs, oldest first. Made by a read far behind, dropped at a roll."""
+    """Segments in which one subject occurs, oldest first. Made by a read far behind, dropped at a roll."""
 
     def __init__(self, firsts: list[int], bases: list[int]) -> None:
         self._firsts = firsts
@@ -186,11 +186,13 @@ class Chapters:
 
 
 CHAPTERS_MAX = 1024
-"""Subjects with readers far behind that are remembered; others are looked up again."""
+"""Number of remembered subjects with readers far behind. Other subjects are looked up again."""
 
 
 class ConsumeLog:
-    """`bases` is the message log's own list of segments, which the log changes before its calls."""
+    """Consume log of one copy. `bases` is the message log's own list of segments, which the log changes before its
+    calls.
+    """
 
     def __init__(self, disk: Disk, bases: list[int], newest: SegmentIndex) -> None:
         self._disk = disk
@@ -202,7 +204,7 @@ class ConsumeLog:
     def roll(self, base: int, end: int) -> bytes:
         """Close the newest segment, which begins at `base`, and begin the next at `end`; return its index file.
 
-        Until it is written (`rolled`), the closed index is served from these bytes.
+        Until the file is written (`rolled`), reads of the closed index use these bytes.
         """
         index_file = self.newest.encode(end)
         self._closed[base] = ClosedIndex(index_file, base)
@@ -220,7 +222,7 @@ class ConsumeLog:
         self._chapters.clear()
 
     def frames(self, subject: str, sequence: int, most: int) -> list[FrameRef]:
-        """Return up to `most` frames of `subject` from the one that holds `sequence`; retention may have taken some."""
+        """Return up to `most` frames of `subject` from the one with `sequence` on; retention may have deleted some."""
         newest = self.newest.first_sequence(subject)
         if newest is not None and newest <= sequence:
             return self.newest.frames(subject, sequence, most)
@@ -260,7 +262,7 @@ class ConsumeLog:
                 index = ClosedIndex(self._disk.map(index_name(base)), base)
             except ValueError:
                 index = self._make_again(base)
-            if index.end != self._end(base):  # a segment between them lost its file and counts as part of this one
+            if index.end != self._end(base):  # the next segment lost its file, so its offsets count as part of this one
                 index = self._make_again(base)
             self._closed[base] = index
         return index

@@ -3,8 +3,9 @@
     log/manifest   JSON {"crc": CRC-32 of the rest as sorted JSON, "segments": [base offsets, ascending]}
 
 The list is replaced as a whole and fsynced: after a segment's file is made and before its first byte is confirmed, and
-before a file is deleted. A crash leaves files that are not listed, never the reverse. A newer file that is not listed
-was about to begin or to be cut: it counts. An older one was about to be deleted.
+before a file is deleted. So a crash may leave files that are not listed, but never a listed file that is gone. An
+unlisted file that is newer was about to begin or to be cut, and belongs to the log. An older one was about to be
+deleted.
 
 A copy without a manifest, written by an older version, gets one from its files.
 """
@@ -47,7 +48,7 @@ def decode_manifest(data: bytes) -> list[int]:
 def read_manifest(disk: Disk) -> list[int] | None:
     """Return the bases of the segments that must exist; None without a manifest.
 
-    A damaged list goes to quarantine. Then the present files count as complete, as without a manifest.
+    A damaged manifest goes to quarantine. Then the present files count as complete, as without a manifest.
     """
     if not (data := disk.read(NAME, 0, disk.size(NAME))):
         return None

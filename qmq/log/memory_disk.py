@@ -6,8 +6,7 @@
 - name of a file: durable after an fsync of its folder, for each new, renamed and deleted one; otherwise by chance
 - a rename happens as a whole or not at all; a file without any name is gone
 
-From call `fail_at` on, counted in changing calls, the system refuses and changes nothing: its process is about to be
-killed.
+From changing call number `fail_at` on, the system refuses every change, because its process is about to be killed.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class MemoryDisk(RealDisk):
 
 
 class Inode:
-    """A file: its bytes for readers, and those on the disk. Bytes of `size` behind `data` are reserved zeros."""
+    """File: its bytes for readers, and its bytes on the disk. Bytes of `size` behind `data` are reserved zeros."""
 
     __slots__ = ("data", "durable", "durable_size", "size", "unsynced")
 
@@ -86,7 +85,7 @@ class Inode:
         self.durable = bytearray()
         self.size = self.durable_size = 0
         self.unsynced: list[tuple[int, bytes | None]] = []
-        """Writes since the last fsync, in order; without bytes: the file is cut, or extended, to that size."""
+        """Writes since the last fsync, in order. A write without bytes cuts or extends the file to that size."""
 
     def change(self, offset: int, written: bytes | None) -> None:
         self.unsynced.append((offset, written))
@@ -129,22 +128,22 @@ def _apply(data: bytearray, size: int, offset: int, written: bytes | None) -> in
 
 
 FOLDER: Final = None
-"""Entry of a folder's name."""
+"""Entry of a name that is a folder's."""
 GONE: Final = False
 """Entry of a deleted name."""
 Entry = Inode | None
 Change = tuple[tuple[str, Inode | None | bool], ...]
-"""Names that change their entries at once."""
+"""Change of one or more names that happens as a whole."""
 
 
 class MemorySystem(System):
-    """The calls of a system with all files in memory. On one thread."""
+    """Calls of an operating system with all files in memory. Used on one thread."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {"/": FOLDER}
         self._durable: dict[str, Entry] = {"/": FOLDER}
         self._changes: list[Change] = []
-        """Changes of names since the folder's last fsync."""
+        """Changes of names since the last fsync of their folder."""
         self._open: dict[int, Inode | str] = {}
         self._opened = 2
         self.calls = 0
@@ -229,7 +228,7 @@ class MemorySystem(System):
         return at if whence == os.SEEK_DATA else len(file.data)
 
     def drop_cached(self, fd: int, begin: int, end: int) -> None:
-        """Restore the disk's contents: no writer is left."""
+        """Restore the disk's contents, as if the file were read anew, because no writer is left."""
         if not (file := self.file(fd)).unsynced:
             file.forget()
 
@@ -286,7 +285,9 @@ class MemorySystem(System):
     # Contents of the disk.
 
     def _sync_folder(self, folder: str) -> None:
-        """Make the changes of its names durable, with earlier ones of the same names: no half renames."""
+        """Make the changes of a folder's names durable, together with earlier changes of the same names, so that no
+        rename is torn.
+        """
         wanted: set[str] = set()
         kept: list[Change] = []
         rest: list[Change] = []
@@ -302,7 +303,7 @@ class MemorySystem(System):
         self._changes = rest[::-1]
 
     def durable_file(self, path: str) -> Inode | None:
-        """Return the file of this name after a crash that keeps only durable changes; None: there is none."""
+        """Return the file of this name after a crash that keeps only durable changes, or None."""
         return self._durable[path] if self._is_reachable(path) else None
 
     def _is_reachable(self, path: str) -> bool:

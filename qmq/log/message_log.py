@@ -1,4 +1,4 @@
-"""Core. The message log of a broker group: frames are appended here, made durable in commits, and read from the tail.
+"""Core. Message log of a broker group: frames are appended here, made durable in commits, and read from the tail.
 
 Life of a frame: `append` (on a slave: `append_frames`) folds it into the state and keeps it in the tail. `take_commit`
 returns all that is not on disk. `perform` writes and fsyncs it, on any thread, one commit at a time; `flushed` records
@@ -42,7 +42,7 @@ class _Write(NamedTuple):
 
 
 class _Roll(NamedTuple):
-    """Close the segment at `base`, which ends at `end`, and open the next one there."""
+    """Step of a commit: close the segment at `base`, which ends at `end`, and open the next one there."""
 
     base: int
     end: int
@@ -52,7 +52,7 @@ class _Roll(NamedTuple):
 
 
 class _Drop(NamedTuple):
-    """Delete the segment at `base`."""
+    """Step of a commit: delete the segment at `base`."""
 
     base: int
     manifest: bytes
@@ -71,7 +71,7 @@ class Commit:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is a single write and its fsync."""
+        """Whether the commit is a single write and its fsync."""
         return all(isinstance(step, _Write) for step in self.steps)
 
 
@@ -85,7 +85,7 @@ each: a tail of 100,000 tiny frames stopped the broker for 130 ms at a time.
 class _TailEntry(NamedTuple):
     frame: Frame
     parts: tuple[Buffer, ...]
-    """(header, body) on a master; both in one on a slave."""
+    """(header, body) on a master; one buffer of both on a slave."""
 
     def body(self) -> Buffer:
         return self.parts[1] if len(self.parts) == 2 else memoryview(self.parts[0])[self.frame.body_at :]
@@ -101,9 +101,9 @@ class MessageLog:
         self._tail_bytes_max = tail_bytes
         self.health = LogLife()
         self.damaged: deque[Damage] = deque(maxlen=DAMAGED_KEPT)
-        """Damage that readers found since the start, newest last, repaired or not."""
+        """Damage that readers found since the start, repaired or not, newest last."""
         self.damages = 0
-        """Number of damages since the start, of readers and of recoveries."""
+        """Number of damages since the start, found by readers and by recoveries."""
         self.damage: Damage | None = None
         self.torn_bytes = 0
         self.reload()
@@ -148,7 +148,7 @@ class MessageLog:
 
     @property
     def bases(self) -> list[int]:
-        """Base offsets of the segments, ascending; do not change it."""
+        """Base offsets of the segments, ascending. Read-only."""
         return self.stored.bases
 
     @property
@@ -161,7 +161,7 @@ class MessageLog:
         return self.disk.has(segments.TAIL_CUT)
 
     def tail_is_whole(self) -> None:
-        """Record that no frame is missing: this log has all frames of the other copy."""
+        """Record that no frame is missing at the end, because this log has all frames of the other copy."""
         self.disk.remove(segments.TAIL_CUT)
         if self.health.may(HealthEvent.MATCHED):
             self.health.on(HealthEvent.MATCHED)
@@ -183,7 +183,7 @@ class MessageLog:
         batch: int = 0,
     ) -> Frame:
         """Append a frame, as master, and return it."""
-        if len(body) > FRAME_BYTES_MAX:  # every copy would take it for damage
+        if len(body) > FRAME_BYTES_MAX:  # every copy would treat it as damage
             raise BrokenInvariant(f"a frame of {len(body)} bytes is more than {FRAME_BYTES_MAX} bytes")
         name = subject_field(subject)
         header, frame = encode_header(
@@ -210,7 +210,7 @@ class MessageLog:
         """Append frames of the other copy, byte for byte.
 
         Raises:
-            CorruptFrame: they do not continue this log. Those before the first bad one were appended.
+            CorruptFrame: the frames do not continue this log. Frames before the first bad one were appended.
         """
         if offset != self.state.end:
             raise CorruptFrame(offset, f"this log ends at {self.state.end}")
@@ -241,7 +241,7 @@ class MessageLog:
         pending.bytes += size
 
     def _open_first(self) -> None:
-        """Make the first segment at once. Happens once for each copy."""
+        """Make the first segment at once, which happens once for each copy."""
         base = self.state.end
         self.stored.bases.append(base)
         self.disk.create(log_name(base), self._segment_bytes)
@@ -257,7 +257,7 @@ class MessageLog:
         self._pending.steps.append(roll)
 
     def take_commit(self) -> Commit | None:
-        """Return the next commit; None: all is on disk, or the last commit is not `flushed` yet."""
+        """Return the next commit, or None if all is on disk, or if the last commit is not `flushed` yet."""
         if self._writing is not None or not self._pending.steps:
             return None
         self._writing, self._pending = self._pending, Commit(self.state.end, self.state.chain)
@@ -323,7 +323,7 @@ class MessageLog:
             self._tail_bytes -= entry.frame.end - offset + TAIL_ENTRY_BYTES
 
     def tail_frames(self, begin: int, bytes_max: int) -> tuple[list[Buffer], int, int] | None:
-        """Return buffers of whole frames from `begin`, end and chain of the last; None if the tail lacks them."""
+        """Return buffers of whole frames from `begin`, with end and chain of the last; None if the tail lacks them."""
         entry = self._tail.get(begin)
         if entry is None:
             return None
@@ -392,7 +392,7 @@ class MessageLog:
         return self.state.next_sequence.get(subject, 0) if first is None else first
 
     def chain_is(self, offset: int, chain: int) -> bool:
-        """Return whether this log's chain right before `offset` is `chain`: then the frame there continues it."""
+        """Return whether this log's chain right before `offset` is `chain`."""
         if offset == self.state.end:
             return chain == self.state.chain
         entry = self._tail.get(offset)
@@ -453,11 +453,11 @@ class MessageLog:
         """Set this whole copy aside and begin a new one at `base`, from the master's snapshot of the state there.
 
         Args:
-            start: begin of the other copy's log. It lacks a whole snapshot for the part before `base`. That part is
-                damage here, until this copy has it, too.
+            start: begin of the other copy's log, which lacks a whole snapshot of the part before `base`. That part
+                counts as damage of this copy until it is fetched.
 
         Raises:
-            CorruptFrame: this is no snapshot of the state at `base`. Nothing was changed.
+            CorruptFrame: `snapshot` is no snapshot of the state at `base`. Nothing was changed.
         """
         require(self._writing is None, "nothing is being written while the log is replaced")
         check_snapshot(snapshot, base)
@@ -482,14 +482,14 @@ class MessageLog:
         return decode_header(self.disk.read(log_name(base), offset - base, 4096), 0, offset, None).timestamp_ms
 
     def damaged_at(self, problem: CorruptFrame) -> None:
-        """Record a frame that was folded once and is unreadable now, or a segment of another log."""
+        """Record damage: a frame that was folded once and is unreadable now, or a segment of another log."""
         begin = problem.offset
         if isinstance(problem, ForeignSegment):
             end: int | None = problem.end
         else:
             end = segments.frame_behind(self.disk, self.stored.bases, begin)
         found = Damage(begin, min(self.state.end, end or self.state.end), problem.reason)
-        if self.damage is None or found not in self.damaged:  # several readers may meet the same damage
+        if self.damage is None or found not in self.damaged:  # several readers may find the same damage
             self.damaged.append(found)
             self.damages += 1
         self.damage = self.damage or found

@@ -1,7 +1,7 @@
-"""Shell. A data directory as a read-only disk: changes stay in memory.
+"""Shell. Overlay disk: a data directory that is only read; changes stay in memory.
 
-The log's own recovery can run on a directory that must not change: of a lost broker, on a readonly mount, in a backup.
-Its cuts and repairs exist for this reader only.
+With it, the log's own recovery can run on a directory that must not change: of a lost broker, on a readonly mount, in a
+backup. Cuts and repairs exist for this reader only.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from qmq.log.system import System
 
 
 class OverlayDisk:
-    """Files below one directory, with changes kept in memory. On one thread."""
+    """Files below one directory, with changes kept in memory. Used on one thread."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._changed: dict[str, bytes | None] = {}
-        """Name -> present contents; None: removed, or moved."""
+        """Name -> present contents; None for a removed or moved file."""
         self._cut: dict[str, int] = {}
         """Name -> bytes that it was truncated to."""
 

@@ -39,24 +39,24 @@ _ENTRY = struct.Struct("<QQQ")
 
 Entry = tuple[int, int, int]
 PASSED, DEFERRED, EXPIRED, OVERFLOWED = (1 << 64) - 1, (1 << 64) - 2, (1 << 64) - 3, (1 << 64) - 4
-"""In place of a pull sequence: these messages are not delivered."""
+"""Values in place of a pull sequence: the messages are not delivered."""
 DEAD = (1 << 64) - 5
-"""In an ack. Logs of version 0.2 and earlier have 0 there."""
+"""Value of `settled` in an ack. Logs of version 0.2 and earlier have 0 there."""
 NUMBERS_END = OVERFLOWED
-"""All pull sequences are below."""
+"""Bound of pull sequences: all are below."""
 NOT_BEGUN = (1 << 64) - 1
-"""In place of a due time."""
+"""Value in place of a due time."""
 
 
 class Departure(IntEnum):
-    """How a consumer left, which decides the deliveries that count."""
+    """Ways in which a consumer leaves, which decide the deliveries that count."""
 
     VANISHED = 0
-    """It never reports the messages it begins: all deliveries count."""
+    """It vanished, and never reported begun messages: all deliveries count."""
     NONE_BEGUN = 1
-    """It began none of them: no delivery counts."""
+    """It has begun none of its unacked messages: no delivery counts."""
     SUSPECTED = 2
-    """It vanished, and reports the messages it begins: these deliveries count. The others are suspected from now on."""
+    """It vanished, and reported begun messages: deliveries of these count. The others are suspected from now on."""
 
 
 class Progress(NamedTuple):

@@ -4,7 +4,7 @@ quarantine/<begin>-<end>-<n>.bytes    bytes that were cut off or replaced
 quarantine/<begin>-<end>-<n>.json     their place, the reason, the ids of their messages
 quarantine/<begin>-<end>-<why>-<n>/   a whole copy that was set aside
 
-The folder is bounded. Bytes that another copy has go first, those of the oldest part of the log before others. A
+The folder is bounded. Bytes that another copy has are deleted first, beginning with the oldest part of the log. A
 possible last copy of a message is *evidence*; only an operator deletes it.
 """
 
@@ -25,13 +25,13 @@ from qmq.log.frame import FrameKind, decode_frames
 
 FOLDER = "quarantine"
 HAD_BY_ANOTHER = frozenset({"damaged", "torn tail", "seeded-anew", "taken-back", "manifest-damaged"})
-"""Reasons that imply another copy: it has the acknowledged ones of the bytes, or retention deleted them there."""
+"""Reasons of items whose acknowledged bytes another copy has, or has deleted by retention."""
 _LABEL = re.compile(r"(\d{20})-(\d{20})(?:-(.+))?-\d+")
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One item of the quarantine. `messages`: ids in its report; 0 for a whole copy, which has none."""
+    """Item of the quarantine. `messages`: number of ids in its report; 0 for a whole copy, which has no report."""
 
     name: str
     begin: int
@@ -44,7 +44,7 @@ class Kept:
 
 
 def labels(disk: RealDisk) -> list[str]:
-    """Return the names of the items in quarantine. Empty folders are cleared ones."""
+    """Return the names of the items in quarantine. Empty folders do not count: their items were cleared."""
     folders = [name for name in disk.folders(FOLDER) if disk.names(f"{FOLDER}/{name}")]
     names = {name.removesuffix(".bytes").removesuffix(".json") for name in disk.names(FOLDER)}
     return sorted(name for name in (*names, *folders) if _LABEL.fullmatch(name))
@@ -85,7 +85,9 @@ def clear(disk: RealDisk, names: Collection[str]) -> list[Kept]:
 
 
 def bound(disk: RealDisk, bytes_max: int) -> list[Kept]:
-    """Delete items that are no evidence until at most `bytes_max` are left; return the rest, which may be more."""
+    """Delete items that are no evidence until at most `bytes_max` are left; return the remaining items, which may have
+    more.
+    """
     left = all_kept(disk)
     over = sum(kept.bytes for kept in left) - bytes_max
     going = set()
@@ -98,8 +100,8 @@ def bound(disk: RealDisk, bytes_max: int) -> list[Kept]:
 
 
 def keep_bytes(disk: Disk, begin: int, data: bytes, why: str) -> str:
-    """Keep bytes that were at `begin`, durably; return the file's name. Equal bytes are kept once: a block that stays
-    bad is repaired again and again.
+    """Store bytes that were at `begin`, durably; return the file's name. Equal bytes are stored once, because a block
+    that stays bad is repaired again and again.
     """
     ids = list(_message_ids(data, begin))  # before the zeros are stripped: some of them may end the last frame
     data = data.rstrip(b"\0")
@@ -137,11 +139,11 @@ log = logging.getLogger(__name__)
 
 
 class QuarantineKeeper:
-    """Keeps a copy's quarantine within its bound. Made by the service, which calls `look` on a thread every ten
+    """Keeper of a copy's quarantine within its bound. Made by the service, which calls `look` on a thread every ten
     seconds.
 
     Args:
-        bytes_max: bound from the settings; 0: the size of the log.
+        bytes_max: bound from the settings; 0 for the size of the log.
     """
 
     def __init__(self, disk: RealDisk, bytes_max: int, segment_bytes: int) -> None:
@@ -152,7 +154,7 @@ class QuarantineKeeper:
         self.bytes = self.limit = 0
 
     def look(self, log_bytes: int, *, is_disk_short: bool) -> None:
-        """Delete items over the bound that are no evidence; with a short disk, all of these."""
+        """Delete items above the bound that are no evidence; all such items if the disk is short."""
         self.limit = self._bytes_max or max(log_bytes, self._segment_bytes)
         bound = 0 if is_disk_short else self.limit
         names = quarantine.labels(self._disk)

@@ -1,4 +1,4 @@
-"""Core. Recovery: replay of the files that a crash left, with a torn tail apart from damage.
+"""Core. Recovery: replay of the files that a crash left, which separates a torn tail from damage.
 
 Replay starts at the newest whole snapshot. At bytes that are no frame it searches for a frame behind them:
 
@@ -48,7 +48,7 @@ from qmq.states import Machine, TransitionTable
 
 class LogHealth(Enum):
     WHOLE = auto()
-    TAIL_CUT = auto()  # acknowledged frames may be missing at the end: a master has to match its slave first
+    TAIL_CUT = auto()  # acknowledged frames may be missing at the end: a master must match its slave first
     DAMAGED = auto()  # a range below the end cannot be read: a master is readonly
     UNREPLAYED = auto()  # the frames behind the damage are not replayed: no role until it is repaired
 
@@ -92,7 +92,7 @@ HEALTH = TransitionTable(
 
 
 class LogLife(Machine[LogHealth]):
-    """The health of one copy. Made and moved by its `MessageLog`."""
+    """Health of one copy. Made by its `MessageLog`, which enters its states."""
 
     __slots__ = ()
 
@@ -105,7 +105,7 @@ class LogLife(Machine[LogHealth]):
         return self.state is LogHealth.UNREPLAYED
 
     def is_of(self, damage: object) -> bool:
-        """Whether the state fits `damage`. For the simulators."""
+        """Return whether the state fits `damage`. For the simulators."""
         return (damage is None) == (self.state in (LogHealth.WHOLE, LogHealth.TAIL_CUT))
 
 
@@ -143,7 +143,7 @@ def recover(disk: Disk) -> Recovered:
         if state.end != base:
             damage = Damage(state.end, base, "the segment before ends too early")
             break
-        if position > first:  # otherwise a copy seeded from here, once the earlier segments are gone, would get nothing
+        if position > first:  # new copies are seeded from it once the earlier segments are gone
             disk.put(snapshot_name(base), encode_snapshot(state))
         index, is_last = SegmentIndex(base), base == bases[-1]
         if is_last and not disk.has(log_name(base)):
@@ -169,14 +169,16 @@ def recover(disk: Disk) -> Recovered:
 
 
 def _sync_all(disk: Disk, bases: list[int]) -> None:
-    """Make the replayed frames durable. Closed segments are, unless a repair ended between its write and its fsync."""
+    """Make the replayed frames durable. Those of closed segments are, unless a repair ended between its write and its
+    fsync.
+    """
     for base in bases:
         if disk.has(log_name(base)):
             disk.sync(log_name(base))
 
 
 def set_aside(disk: Disk, begin: int, end: int, why: str) -> None:
-    """Move the whole copy to quarantine. The new one proves nothing before it is complete."""
+    """Move the whole copy to quarantine. The new copy counts as incomplete until it has matched another one."""
     disk.put(segments.TAIL_CUT, why.encode())
     names = [f"{segments.FOLDER}/{name}" for name in disk.names(segments.FOLDER)]
     names.sort(key=lambda name: name != manifest.NAME)  # the manifest first: a crash in between leaves no damage
@@ -200,7 +202,7 @@ def _newest_snapshot(disk: Disk, bases: list[int]) -> tuple[State, int] | None:
     """Return the state to start from and the index of its segment; None if no snapshot is whole.
 
     Raises:
-        NewerFormat: there is none but of a newer version.
+        NewerFormat: all snapshots are of a newer version.
     """
     newer: NewerFormat | None = None
     for position, base in reversed(list(enumerate(bases))):
@@ -250,7 +252,7 @@ def _replay(disk: Disk, base: int, state: State, index: SegmentIndex) -> Corrupt
                 if frame.kind == FrameKind.MESSAGES:
                     index.add(frame)
         except NewerFormat:
-            raise  # no torn tail, and no damage
+            raise  # neither a torn tail nor damage
         except CorruptFrame as problem:
             if state.end > begin:
                 continue  # the chunk ended within a frame, or the next read begins at the bad one

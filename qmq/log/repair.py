@@ -1,7 +1,7 @@
 """Core. Repair of a damaged log: by another copy's frames, or by giving up the part that no copy has.
 
-A copy is filled frame by frame, from a snapshot on. A group with one copy, damaged, would never get a second one and
-would stay readonly. `give_up` moves to quarantine:
+A copy is filled frame by frame, from a snapshot on. So a group with a single, damaged copy could never get a second
+one, and would stay readonly. `give_up` moves to quarantine:
 
     if a start could replay the log    the segments up to the last damaged one: no copy can be filled from before it
     if damage stopped the replay       the damage and all bytes behind it: their meaning is unknown
@@ -27,10 +27,10 @@ PIECE_BYTES = 4 << 20
 
 
 def repair(log: MessageLog, data: bytes) -> None:
-    """Replace the damaged range by the other copy's frames, from its first byte on.
+    """Replace the damaged range by the other copy's frames, from the range's first byte on.
 
-    If the frames end within the range, the rest stays damaged: the other copy has no more, or another history. In a
-    replayed log the epochs of the frames show where the histories part.
+    If the frames end within the range, the rest stays damaged: the other copy has no more frames, or another history.
+    In a replayed log the epochs of the frames show where the histories part.
 
     Raises:
         Diverged: the frames do not join the whole parts on both sides of the damage.
@@ -43,9 +43,9 @@ def repair(log: MessageLog, data: bytes) -> None:
     end, chain = damage.begin, log.state.chain if in_recovery else None
     for frame, _ in decode_frames(data, damage.begin, chain):
         if in_recovery and segment_at(log.bases, frame.end - 1) != segment_at(log.bases, frame.offset):
-            break  # our frames never cross segments: from here on the history is another one
+            break  # this log's frames never cross segments, so from here on the history is another one
         if not in_recovery and frame.epoch != log.state.epoch_at(frame.offset):
-            break  # another history: a later comparison of both logs cuts ours there
+            break  # another history: a later comparison of both logs cuts this one there
         end, chain = frame.end, frame.chain
         if end >= damage.end:
             break
@@ -79,18 +79,18 @@ def _joins(log: MessageLog, data: bytes, damage: Damage, end: int, chain: int) -
     """Return whether frames, the last of which ends at `end`, fit between the whole parts on both sides."""
     if end < damage.end:
         return _continues_with(log, data, damage)
-    is_all = damage.begin == log.start  # no frame precedes them, and their chain matches where they end
+    is_all = damage.begin == log.start  # no frame precedes the damage, and the chain matches where the frames end
     return log.chain_is(end, chain) and (is_all or _continues_with(log, data, damage))
 
 
 def _rest_of_block(log: MessageLog, base: int, begin: int, damage_end: int) -> bytes:
-    """Return the present bytes from `begin` to its block's end: a bad block is written whole, or not at all."""
+    """Return the present bytes from `begin` to the end of its block, because a bad block must be written whole."""
     end = min(begin + (base - begin) % BLOCK_BYTES, damage_end)
     return log.disk.read(log_name(base), begin - base, end - begin)
 
 
 def _overwrite(log: MessageLog, base: int, at: int, data: bytes, *, is_last: bool) -> None:
-    """Overwrite damage in the segment at `base`; `is_last`: the segment is closed and ends there.
+    """Overwrite damage in the segment at `base`. `is_last`: whether the segment is closed and ends behind `data`.
 
     A bad block is repaired by a write of the whole block, even if the file ends within it.
     """
@@ -107,7 +107,7 @@ def _overwrite(log: MessageLog, base: int, at: int, data: bytes, *, is_last: boo
 def _continues_with(log: MessageLog, data: bytes, damage: Damage) -> bool:
     """Return whether the first frame of `data` continues this log's history at the begin of the damage.
 
-    If the frames before it are unreadable, too, the damage begins earlier than its reader met it.
+    If the frames before it are unreadable, too, the damage begins earlier than where the reader found it.
     """
     try:
         chain = log.stored.chain_before(damage.begin)
@@ -123,7 +123,7 @@ def _continues_with(log: MessageLog, data: bytes, damage: Damage) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GivingUp:
-    """Part of the log to give up: everything from `cut` on, if that is an offset; else everything before `start`."""
+    """Part of the log to give up: everything from `cut` on, or, if `cut` is None, everything before `start`."""
 
     start: int
     cut: int | None
@@ -131,11 +131,11 @@ class GivingUp:
     subjects: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Subject -> sequences `[begin, end)` lost with the part before `start`."""
     unconsumed: dict[tuple[str, str], int] = field(default_factory=dict)
-    """(subject, consumer group) -> number of these that it has not consumed."""
+    """(subject, consumer group) -> number of lost messages that the group has not consumed."""
 
 
 def plan(log: MessageLog) -> GivingUp | None:
-    """Return the next part to give up until this log is whole; None: it is. Reads all closed segments."""
+    """Return the next part to give up, or None if this log is whole. Reads all closed segments."""
     if log.health.is_unreplayed:
         damage = log.damage
         assert damage is not None
@@ -170,7 +170,7 @@ def _problem(log: MessageLog, base: int) -> str | None:
 
 
 def _lost(log: MessageLog, start: int) -> tuple[dict[str, tuple[int, int]], dict[tuple[str, str], int]]:
-    """Return the sequences that are lost, as far as indexes show, and the number not consumed of each group."""
+    """Return the lost sequences by subject, as far as indexes show, and the numbers of unconsumed messages by group."""
     state, subjects = log.state, dict[str, tuple[int, int]]()
     for subject, end in sorted(state.next_sequence.items()):
         try:

@@ -2,13 +2,13 @@
 
     first, count         the messages, by sequence; ascending and disjoint
     attempts             deliveries that count towards the limit
-    suspected            deliveries to a consumer that vanished: it is unknown whether it began with them
-    due_ms               no delivery before that
+    suspected            deliveries to consumers that vanished, of which it is unknown whether a handler began
+    due_ms               time before which there is no delivery
 
 A group that requeues its messages for an hour has a hundred thousand ranges, one message each. So each field is a
 column of numbers, 28 bytes a range in all, and columns are cut into blocks. In one piece, each range taken or added
 moved 50 us of memory, and a pull of 300 stopped all groups of the broker for 15 ms. A schedule of 8 to 16 bytes a range
-finds those that are due: the cost of a pull grows with its deliveries, not with the backlog.
+finds the due ranges, so the cost of a pull grows with its deliveries, not with the backlog.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 BLOCK = 1_024
-"""Ranges of a block after a split, and half of its maximum."""
+"""Number of ranges in a block after a split: half of its maximum."""
 
 
 class RequeuedRange(NamedTuple):
@@ -42,13 +42,13 @@ class RequeuedRange(NamedTuple):
         return self.attempts + self.suspected
 
     def part(self, begin: int, end: int) -> RequeuedRange:
-        """Return its part in `[begin, end)`, which overlaps it."""
+        """Return the part of this range in `[begin, end)`, which overlaps it."""
         first = max(self.first, begin)
         return self._replace(first=first, count=min(self.end, end) - first)
 
 
 class RangeBlocks:
-    """The ranges of one group. Callers keep them disjoint."""
+    """Ranges of one group. Callers keep them disjoint."""
 
     __slots__ = ("_blocks", "_begins", "_size", "messages")
 
@@ -57,7 +57,7 @@ class RangeBlocks:
         self._begins: list[int] = []
         """The first sequence of each block."""
         self._size = self.messages = 0
-        """`messages`: number in all ranges together."""
+        """Number of messages in all ranges together."""
 
     @classmethod
     def from_columns(cls, texts: list[str]) -> RangeBlocks:
@@ -73,7 +73,7 @@ class RangeBlocks:
         return self
 
     def columns(self) -> list[str]:
-        """Return the columns for a snapshot: little-endian numbers in base64, in a twentieth of the time of JSON's."""
+        """Return the columns for a snapshot: little-endian numbers in base64, made in a twentieth of JSON's time."""
         columns = zip(*(block.columns for block in self._blocks or [_Block()]), strict=True)
         return [b64encode(b"".join(part.tobytes() for part in parts)).decode() for parts in columns]
 
@@ -83,7 +83,7 @@ class RangeBlocks:
 
     @property
     def first(self) -> int | None:
-        """First sequence of all; None without a range."""
+        """First sequence of all ranges, or None without a range."""
         return self._begins[0] if self._begins else None
 
     def __iter__(self) -> Iterator[RequeuedRange]:
@@ -91,12 +91,12 @@ class RangeBlocks:
             yield from block.since(0)
 
     def get(self, first: int) -> RequeuedRange | None:
-        """Return the range that begins there."""
+        """Return the range that begins at sequence `first`, or None."""
         found = self.until(first)
         return found if found is not None and found.first == first else None
 
     def until(self, first: int) -> RequeuedRange | None:
-        """Return the last range that begins there or before."""
+        """Return the last range that begins at or before `first`, or None."""
         number = bisect_right(self._begins, first) - 1
         if number < 0:
             return None
@@ -118,7 +118,7 @@ class RangeBlocks:
         return found
 
     def put(self, span: RequeuedRange) -> bool:
-        """Add a range, replacing one with the same first message; return whether there was none."""
+        """Add a range, or replace the one with the same first message; return whether it is a new one."""
         if not self._blocks:
             self._blocks.append(_Block())
             self._begins.append(span.first)
@@ -190,27 +190,27 @@ class _Block:
 BUCKET_BITS = 10
 """Width of a bucket of due times; only times of the current second are sorted."""
 STALE_MIN = 1_000
-"""A schedule is made again when it has this many more entries than ranges wait, and twice as many."""
+"""A schedule is made again when it has this many more entries than there are ranges, and at least twice as many."""
 COUNT_MAX = (1 << 32) - 1
 
 
 class Requeued:
-    """Waiting messages of one group; made with it."""
+    """Requeued messages of one group; made with the group."""
 
     __slots__ = ("_ranges", "changes", "_schedule")
 
     def __init__(self, ranges: Iterable[RequeuedRange] = ()) -> None:
         self._ranges = RangeBlocks()
         self.changes = 0
-        """Grows with each change."""
+        """Count of changes."""
         self._schedule: _Schedule | None = None
-        """Made on a master's first question for due messages; a slave has none."""
+        """Made at a master's first search for due messages; None on a slave."""
         for range_ in ranges:
             self._put(range_)
 
     @classmethod
     def from_plain(cls, plain: list[Any]) -> Requeued:
-        """Read a snapshot's part: `plain()`, or, of an older version, one list per range."""
+        """Read the part of a snapshot: the result of `plain()`, or, from an older version, one list per range."""
         if not plain or not isinstance(plain[0], str):
             return cls(RequeuedRange(*span) for span in plain)
         self = cls()
@@ -218,7 +218,7 @@ class Requeued:
         return self
 
     def plain(self) -> list[str]:
-        """Return the part of a snapshot."""
+        """Return these ranges as a part of a snapshot."""
         return self._ranges.columns()
 
     def __len__(self) -> int:
@@ -243,7 +243,7 @@ class Requeued:
 
     @property
     def first(self) -> int | None:
-        """First sequence of all; None if no message waits."""
+        """First sequence of all ranges, or None if no message waits."""
         return self._ranges.first
 
     def before(self, end: int, most: int) -> list[RequeuedRange]:
@@ -266,7 +266,7 @@ class Requeued:
         return parts
 
     def add(self, new: RequeuedRange) -> None:
-        """Requeue these; neighbours with equal fields become one range."""
+        """Requeue messages. Neighbours with equal fields become one range."""
         self.changes += 1
         before, after = self._ranges.until(new.first), self._ranges.get(new.end)
         if before is not None and _touch(before, new):
@@ -277,7 +277,7 @@ class Requeued:
         self._put(new)
 
     def take(self, first: int, count: int) -> RequeuedRange | None:
-        """Remove messages from one range and return them; None if they do not wait."""
+        """Remove messages from one range and return them, or None if they do not wait."""
         known, end = self._ranges.until(first), first + count
         if known is None or known.end < end:
             return None
@@ -305,7 +305,7 @@ class Requeued:
         return found
 
     def next_due_ms(self, now_ms: int) -> int | None:
-        """Return a time after `now_ms` before which no more ranges become due; None if none has a due time."""
+        """Return a time after `now_ms` before which no further range becomes due, or None without due times."""
         return self._scheduled(now_ms).next_ms
 
     def _scheduled(self, now_ms: int) -> _Schedule:
@@ -333,8 +333,8 @@ def _touch(span: RequeuedRange, after: RequeuedRange) -> bool:
 
 
 class _Schedule:
-    """Due times of ranges by first sequence. Entries may be outdated, so callers look the range up. Later ones are in a
-    bucket per second, those of this second in a heap, ready ones in another.
+    """Due times of ranges by first sequence. Entries may be outdated, so callers look the range up. Later entries are
+    in one bucket per second, those of the present second in a heap, and due ones in another heap.
     """
 
     __slots__ = ("_buckets", "_order", "_soon", "_ready", "_size", "now_ms")

@@ -5,12 +5,12 @@ segments only because of such a frame. Its timestamp is the agreed time. Its bod
 multiple of 8:
 
     start        offset from which frames are kept; unchanged in a frame that only states the time
-    rule         "age" or "size": the reason for the deletion before `start`; empty: none
+    rule         "age" or "size": the reason for the deletion before `start`; empty without a deletion
     clocks       name of a clock -> ms that the master's was ahead of it
     unconsumed   [[subject, consumer group, messages]]: messages deleted before the group consumed them
 
-A copy deletes when the high watermark covers the frame: unacknowledged frames may still be cut. For readers the
-messages are gone with the frame.
+A copy deletes only when the high watermark covers the frame, because unacknowledged frames may still be cut. For
+readers the messages are gone once the frame is written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FIRST = itemgetter(0)
 
 
 class RetentionDecision(NamedTuple):
-    """The body of a retention frame."""
+    """Body of a retention frame."""
 
     start: int
     rule: str
@@ -65,7 +65,7 @@ class Kept:
     start: int = 0
     """Offset from which frames are kept."""
     decided_end: int = 0
-    """End of the frame that decided it; the copy may delete once the high watermark is there."""
+    """End of the frame that decided `start`. A copy may delete once the high watermark is there."""
     times: list[tuple[int, int]] = field(default_factory=list)
     """(offset of a retention frame, agreed time), ascending: everything before that offset is older than that time."""
     unconsumed: dict[Key, int] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Kept:
             self.unconsumed[key] = self.unconsumed.get(key, 0) + messages
 
     def written_before_ms(self, offset: int) -> int | None:
-        """Return an agreed time at which everything before `offset` was written; None: no frame states one."""
+        """Return an agreed time before which everything below `offset` was written, or None if no frame states one."""
         at = bisect_left(self.times, offset, key=_FIRST)
         return self.times[at][1] if at < len(self.times) else None
 

@@ -1,4 +1,4 @@
-"""Core. The files of a message log: their names, and the search for frames in them.
+"""Core. Files of a message log: their names, and the search for frames in them.
 
 log/<base>.log    frames; preallocated, so zeros follow the last frame of the newest one
 log/<base>.idx    index of a closed segment (qmq.log.index); made again if it is missing or damaged
@@ -25,7 +25,7 @@ not matched the other one since.
 """
 CHUNK_BYTES = 4 << 20
 SEARCH_BYTES, HEADER_BYTES_MAX = 4096, HEADER_BYTES + (1 << 16)
-"""Bytes of the first read of a search: most frames begin right there. / Upper bound of a header."""
+"""Bytes of the first read of a search, where most frames begin; upper bound of a header's size."""
 NO_END = 1 << 63
 """Offset behind every log."""
 
@@ -52,7 +52,8 @@ def segment_at(bases: list[int], offset: int) -> int:
     """Return the base of the segment that holds `offset`; `bases` ascend.
 
     Raises:
-        CorruptFrame: the log begins behind it: retention deleted it since the caller looked it up.
+        CorruptFrame: the log begins behind `offset`, because retention has deleted the segment since the caller looked
+            it up.
     """
     at = bisect_right(bases, offset) - 1
     if at < 0:

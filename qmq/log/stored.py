@@ -1,4 +1,4 @@
-"""Core. The part of a log that is on disk: reads of frames, bytes and snapshots, each checked.
+"""Core. Stored part of a log: checked reads of frames, bytes and snapshots from disk.
 
 All reads block and touch only the disk, so they may run on any thread.
 """
@@ -77,7 +77,7 @@ class StoredLog:
     def read_labels(self, refs: Sequence[FrameRef]) -> list[array[int]]:
         """Read the labels of messages frames; empty for a frame without labels.
 
-        Reads only the end of a frame, if that is a label section by its own CRC.
+        Reads only the end of a frame, if its own CRC shows that it is a section of labels.
 
         Raises:
             CorruptFrame: this copy is damaged there.
@@ -94,7 +94,7 @@ class StoredLog:
         except ValueError:
             header = self._disk.read(log_name(base), ref.offset - base, 4096)
         if decode_header(header, 0, ref.offset, None).flags & FLAG_LABELLED:
-            self.read_bodies([ref])  # wrong labels in a body with a matching CRC: the producer sent them so
+            self.read_bodies([ref])  # raises for a damaged body; otherwise the producer sent wrong labels
         return array("Q")
 
     def next_frame(self, begin: int) -> int | None:
@@ -110,15 +110,15 @@ class StoredLog:
         return read_raw(self._disk, bases, begin, end)
 
     def read_damaged(self, begin: int) -> bytes:
-        """Return the bytes from `begin`, where no frame is, up to the next frame."""
+        """Return the bytes from `begin`, where no frame begins, up to the next frame."""
         bases = list(self.bases)
         end = segments.frame_behind(self._disk, bases, begin)
         return read_raw(self._disk, bases, begin, self.flushed_end if end is None else end)
 
     def look_again(self, begin: int) -> None:
-        """Let the next read of the segment that holds `begin` open its file by name: it may be another one by now.
+        """Let the next read of the segment that holds `begin` open its file by name, which may be another file by now.
 
-        Not for the segment that is written (`check_newest`).
+        Not for the newest segment, which is still written (`check_newest`).
 
         Raises:
             CorruptFrame: its file is gone.
@@ -130,7 +130,7 @@ class StoredLog:
                 raise CorruptFrame(base, "its file is gone")
 
     def check_newest(self) -> None:
-        """Check that the file that is written still has its name.
+        """Check that the newest segment's file still has its name.
 
         Raises:
             DiskFailed: fsynced bytes would be lost when this process ends.
@@ -145,7 +145,7 @@ class StoredLog:
         copy's, both copies have the same bytes in each whole segment.
 
         Args:
-            chain: before `at`; None at the segment's begin, where its snapshot may contain it.
+            chain: chain before `at`; None at the segment's begin, where its snapshot may contain it.
 
         Returns:
             Offset to continue at, the chain there, and whether that is the segment's end.
@@ -173,7 +173,7 @@ class StoredLog:
         return chunk.end, chunk.chain, is_whole
 
     def check_readable(self, offset: int) -> None:
-        """Read the segment up to and with the frame at `offset`, before another copy is reported as different.
+        """Read the segment up to the end of the frame at `offset`, before another copy is reported as different.
 
         Raises:
             CorruptFrame: this copy is damaged there.
@@ -183,7 +183,7 @@ class StoredLog:
             at = read_chunk(self._disk, self.bases, at, self.flushed_end).end
 
     def is_damaged(self, problem: CorruptFrame) -> bool:
-        """Return whether the damage that a reader met still exists.
+        """Return whether the damage that a reader found still exists.
 
         It may have been read before a repair, or while retention or a cut removed it.
         """
@@ -199,9 +199,10 @@ class StoredLog:
         return False
 
     def may_be_acknowledged(self, damage: Damage, high_watermark: int) -> bool:
-        """Return whether the damage lies below a known high watermark, so that both copies had it.
+        """Return whether the damaged range lies below a known high watermark, so that both copies had it.
 
-        Any later frame may contain that watermark: the next ones were written before the damaged range was safe.
+        Any later frame may state that watermark, because the frames right behind the range were written before it was
+        safe.
         """
         disk, bases = self._disk, self.bases
         end = bases[-1] + disk.used(log_name(bases[-1]))
@@ -216,7 +217,7 @@ class StoredLog:
         return damage.begin < high
 
     def chain_by_snapshot(self, base: int) -> int | None:
-        """Return the chain right before the segment at `base`; None: its snapshot is damaged, or not written yet."""
+        """Return the chain right before the segment at `base`, or None if its snapshot is damaged or not there yet."""
         try:
             return self.snapshot(base)[1] if base else NO_CHAIN
         except CorruptFrame:
@@ -286,7 +287,7 @@ class StoredLog:
         """Fold the next frames before `end` into a separate state.
 
         Raises:
-            CorruptFrame: they do not continue it; discard the state.
+            CorruptFrame: the frames do not continue `state`; discard it.
         """
         chunk = read_chunk(self._disk, list(self.bases), state.end, end, bytes_max)
         try:

@@ -1,4 +1,4 @@
-"""Shell. The calls of the operating system that a disk makes; `qmq.log.memory_disk` replaces them."""
+"""Shell. Calls of the operating system that a disk makes; `qmq.log.memory_disk` replaces them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qmq.codec import Buffer
 from qmq.descriptors import opening
 
 FILE_MODE, FOLDER_MODE = 0o640, 0o750
-"""Of new files and folders: for the user of the process, and for readers in its group, such as a backup."""
+"""Modes of new files and folders: for the user of the process, and for readers in its group, such as a backup."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap = _libc.mmap
@@ -25,8 +25,8 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class System:
-    """Each method is one call and raises OSError on failure. Paths are absolute or relative to the process. A call that
-    needs a descriptor waits for one.
+    """Calls of the operating system. Each method is one call and raises OSError on failure. Paths are absolute or
+    relative to the process. A call that needs a descriptor waits for one.
     """
 
     def open(self, path: str, flags: int) -> int:
