@@ -66,7 +66,7 @@ class AlreadyRunning(QmqError):
 
 
 class Cluster:
-    """Runs a cluster in `run_dir` from `start` to `stop`. Its methods may be called from any one thread at a time.
+    """Cluster in `run_dir`, which runs from `start` to `stop`. Its methods may be called from any one thread at a time.
 
     Args:
         groups: names of the broker groups.
@@ -77,7 +77,7 @@ class Cluster:
         metaserver: settings for the metaserver's file, over the defaults.
         http_port, broker_port: first ports to try, at the first start in this directory.
         refresh_s: interval of updates of the roles in `cluster.json`.
-        say: called in the keeper's thread with each death and restart.
+        say: called in the keeper's thread with a line about each end and restart of a process.
         launch: starts a process, as `subprocess.Popen` does.
     """
 
@@ -116,7 +116,7 @@ class Cluster:
         self._keeper = threading.Thread(target=self._keep, name="cluster keeper", daemon=True)
         self._refresh_at = 0.0
         self._kept = threading.Event()
-        """`cluster.json` holds the keeper's last view."""
+        """Set once the keeper has written `cluster.json`."""
         self._written = ""
 
     def __enter__(self) -> Cluster:
@@ -227,7 +227,7 @@ class Cluster:
         return next(b for b in self.plan.brokers if b.group == group and self._roles[b.hostname] == role)
 
     def kill(self, group: str, role: str, number: int = signal.SIGKILL) -> BrokerPlan:
-        """Send a signal to the master or slave of a group, which restarts `restart_s` after its death.
+        """Send a signal to the master or slave of a group, which is restarted `restart_s` after its end.
 
         With SIGKILL, the process has ended when this returns.
         """
@@ -382,7 +382,7 @@ class Cluster:
             pass
 
     def _keep(self) -> None:
-        """Run the keeper's thread: restart dead processes and update `cluster.json`. A full disk must not end it."""
+        """Run the keeper's thread: restart ended processes and update `cluster.json`. A full disk must not end it."""
         complaint = ""
         while not self._stopping.wait(TICK_S):
             try:

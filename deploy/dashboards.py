@@ -180,7 +180,7 @@ def both(name: str, more: str = "") -> str:
 
 
 def latency(metric: str, by: str, window: str = "5m") -> list[tuple[str, str]]:
-    """Return median and 99th percentile of a histogram."""
+    """Return queries for the median and the 99th percentile of a histogram."""
     return [
         (f"histogram_quantile({part}, sum by (cluster, {by}, le) (rate({metric}[{window}])))", f"{{{{{by}}}}} {name}")
         for part, name in ((0.5, "median"), (0.99, "99 %"))
@@ -188,18 +188,18 @@ def latency(metric: str, by: str, window: str = "5m") -> list[tuple[str, str]]:
 
 
 def per_second(metric: str, name: str = "") -> tuple[str, str]:
-    """Return the rate of each group; `name` distinguishes it within the panel."""
+    """Return a query for the rate of each group; `name` distinguishes it within the panel."""
     return f"sum by (cluster, broker_group) (rate({metric}[1m]))", f"{{{{broker_group}}}} {name}".rstrip()
 
 
 def recent(metric: str, name: str = "") -> tuple[str, str]:
-    """Return the last five minutes' count of each group."""
+    """Return a query for the last five minutes' count of each group."""
     return f"sum by (cluster, broker_group) (increase({metric}[5m]))", f"{{{{broker_group}}}} {name}".rstrip()
 
 
 def per_consumer_group(metric: str, join: str = "sum") -> str:
-    """Return the twenty largest. Master and slave of a group have equal values; groups are summed unless `join`
-    differs.
+    """Return a query for the twenty largest values. Master and slave have equal ones; broker groups are joined by
+    `join`.
     """
     best = f"max by (cluster, broker_group, subject, consumer_group) ({metric})"
     return f"topk by (cluster) (20, {join} by (cluster, subject, consumer_group) ({best}))"

@@ -1,4 +1,4 @@
-"""Shell. `qmq demo`: real rows through a cluster during a master's death and role swaps, then a proof.
+"""Shell. `qmq demo`: real rows through a cluster during a kill of a master and role swaps, then a proof.
 
 Each row becomes one message; four consumers of one group take them. During production, the master of the first group is
 killed with SIGKILL and comes back, then both groups swap their roles. At the end the audit compares both copies of both
@@ -42,7 +42,7 @@ GROUP = "demo"
 SENDERS = 8
 CHUNK_MESSAGES = 1_000
 CHUNKS_LEFT = 400
-"""Maximum fraction of the remaining rows in a chunk until the faults are over, so that they fall into production."""
+"""Until the faults are over, a chunk has at most one in so many remaining rows: some rows are left for their time."""
 PAUSE_S = 0.05
 KILL_AT = 0.3
 """Fraction of acknowledged rows at which the master is killed."""
@@ -94,7 +94,7 @@ class Demo:
         raise QmqError("a consumer ended before everything was consumed: it got SIGTERM")
 
     async def _produce(self) -> None:
-        """Send all rows, some chunks at a time: chunks of a dead group wait while others go elsewhere."""
+        """Send all rows, some chunks at a time: chunks of a group without a master wait while others go elsewhere."""
         chunks = self._chunks()
         began = time.monotonic()
         async with qmq.Producer(metaserver=self.cluster.metaserver, app="demo", token=self.cluster.token) as producer:
@@ -166,7 +166,7 @@ class Demo:
         return after
 
     async def _drain(self) -> None:
-        """Wait until all acknowledged messages are delivered, or none has come for LOST_S."""
+        """Wait until all acknowledged messages are delivered, or none has come for STALLED_S."""
         began = moved_at = time.monotonic()
         last = -1
         while self.tally.distinct < self.tally.stored and time.monotonic() - moved_at < STALLED_S:
@@ -192,7 +192,7 @@ def _number(message: qmq.Message) -> int:
 
 
 def _journal_line(receipt: qmq.Receipt) -> str:
-    """One line of the audit's journal."""
+    """Return a line of the audit's journal."""
     line = {
         "subject": receipt.subject,
         "group": receipt.broker_group,
@@ -221,7 +221,7 @@ def summary(demo: Demo, proof: Proof) -> str:
 
 
 def write_result(path: Path, demo: Demo, proof: Proof, complaints: list[str]) -> None:
-    """Return the summary for programs."""
+    """Write the summary for programs."""
     tally = demo.tally
     result = {
         "sent": demo.total,

@@ -21,7 +21,7 @@ from qmq.deploy.plan import write_atomically
 from qmq.ledger import gauge
 
 CANNOT_START = 127
-"""The shell's status."""
+"""Exit status of a shell for a command that cannot be started."""
 _LAST_SUCCESS = "qmq_nightly_last_success_timestamp_seconds"
 _SUCCESS = re.compile(rf"^{_LAST_SUCCESS}{{.*}} (\S+)$", re.MULTILINE)
 

@@ -39,7 +39,7 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True)
 class BrokerPlan:
-    """One broker or delay server. `role` is its initial role; the metaserver has the present one. `module` is its
+    """Broker or delay server. `role` is its initial role; the metaserver has the present one. `module` is its
     program.
     """
 

@@ -1,4 +1,4 @@
-"""Shell. One process of a local cluster: started with its log, stopped within a bound, restarted after a death."""
+"""Shell. One process of a local cluster: started with its log, stopped within a bound, restarted when it has ended."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Service:
         return self._process.poll() if self._process is not None else None
 
     def start(self) -> None:
-        """Start it in a session of its own: Ctrl-C reaches only the runner, which stops all in order."""
+        """Start the process in a session of its own: Ctrl-C reaches only the runner, which stops all in order."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = self.launch(
@@ -91,7 +91,7 @@ class Service:
         self.died_at = None
 
     def keep_alive(self, now: float, restart_s: float) -> str:
-        """Note a death, and restart after `restart_s`; return a line about it, or ""."""
+        """Note an end of the process, and restart it after `restart_s`; return a line about that, or ""."""
         if self.is_held or self._process is None or (status := self._process.poll()) is None:
             return ""
         if self.died_at is None:
@@ -107,13 +107,13 @@ class Service:
             self._process.send_signal(number)
 
     def kill(self) -> None:
-        """End it with SIGKILL and wait for its end, also during a restart."""
+        """End the process with SIGKILL and wait for that, also during a restart."""
         while (process := self._process) is not None and process.poll() is None:
             process.kill()
             process.wait()
 
     def stop(self, deadline: float) -> None:
-        """Wait for a requested end until `deadline` (of `time.monotonic`), then kill it."""
+        """Wait for the requested end of the process until `deadline` (of `time.monotonic`), then kill it."""
         if self._process is None:
             return
         try:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What the tests need outside Python: Java for Spark, and servers that they start themselves, each on a free port.
-# As root or with sudo it installs what is missing from Debian's packages; else it prints the line to type.
+# Programs that the tests need outside Python: Java for Spark, and servers that they start themselves, each on a free port.
+# As root or with sudo this script installs the missing ones from Debian's packages; else it prints the command.
 set -euo pipefail
 
 packages=()
@@ -16,7 +16,7 @@ command -v promtool >/dev/null || packages+=(prometheus)
 command -v nft >/dev/null || [ -x /usr/sbin/nft ] || packages+=(nftables)
 compgen -G '/usr/lib/*/faketime/libfaketimeMT.so.1' >/dev/null || packages+=(faketime)
 command -v zsh >/dev/null || packages+=(zsh)
-command -v curl >/dev/null || packages+=(curl) # docs/install.md uses it, and a test does what that says
+command -v curl >/dev/null || packages+=(curl) # docs/install.md uses it, and a test runs those commands
 command -v node >/dev/null || packages+=(nodejs) # runs the JavaScript example of docs/gateway.md
 [ ${#packages[@]} -gt 0 ] || exit 0
 

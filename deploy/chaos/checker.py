@@ -173,7 +173,7 @@ def _wrong(history: History, handover: Handover, places: set[Place], tags: froze
 
 
 def _one_by_one(history: History) -> Iterator[str]:
-    """New messages without a dependency on an order key or a tag come in the order of their sequences."""
+    """Check that new messages without an order key or a tag come in the order of their sequences."""
     keyed = {message.sending.subject for message in history.messages.values() if message.sending.order_key}
     plain = {
         (member.consumer, member.subject, member.group)
@@ -211,7 +211,7 @@ def _by_key(history: History) -> Iterator[str]:
 
 
 def _end(history: History, track: Track, handovers: list[Handover]) -> float:
-    """When a message was done or given up; never: infinity."""
+    """Return when a message was done or given up; infinity if it was neither."""
     last = handovers[-1]
     is_dead = last.got.sequence in history.dead[track]
     if last.decided is not None and (is_dead or last.decided.decision != RETRY):
@@ -336,7 +336,9 @@ def _stored(history: History, logs: Logs) -> Iterator[Finding]:
 
 
 def _order(history: History) -> Iterator[str]:
-    """Messages with an order key travel in batches of their own, so their subjects are checked by `_sent_by_key`."""
+    """Check the order of each sender's messages in the log. Subjects with order keys are left to `_sent_by_key`: their
+    messages travel in batches by key.
+    """
     keyed = {message.sending.subject for message in history.messages.values() if message.sending.order_key}
     last: dict[tuple[str, str, str], int] = {}
     for message in history.messages.values():

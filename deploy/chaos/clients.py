@@ -25,7 +25,7 @@ PLAIN, KEYED = "order.changed", "seat.booked"
 """Subjects; in the second one, nearly all messages have an order key."""
 TAGS = ["red", "green", "blue"]
 RETRY_DELAY_S = 0.3
-"""After a handler failed."""
+"""Delay of a retry after a handler failed."""
 
 
 class Member(NamedTuple):
@@ -65,7 +65,7 @@ FAULTS = (
     "swap roles",
     "kill in any order",
 )
-"""In this order, and again from the beginning, until everything is sent."""
+"""Faults of a trial with a fixed order; they begin anew until everything is sent."""
 ROLE_CHANGES = ("swap roles", "kill master")
 """The faults with more than two copies; each follows the one before at once."""
 
@@ -94,7 +94,7 @@ class Journal:
 
 
 def now() -> float:
-    """Microseconds are enough, and short."""
+    """Return the time of CLOCK_MONOTONIC. Microseconds are enough, and short."""
     return round(time.monotonic(), 6)
 
 
@@ -112,7 +112,7 @@ KINDS = ("vanishes", "vanishes for longer", "stands still", "leaves")
 
 
 class Clients:
-    """Processes of one trial, its owner. `folder` has their logs, their journals, and the journal of strikes."""
+    """Client processes of one trial. `folder` has their logs, their journals, and the journal of their faults."""
 
     def __init__(self, folder: Path, *, metaserver: str, token: str, seed: int) -> None:
         folder.mkdir()
@@ -123,7 +123,7 @@ class Clients:
         self._lives = dict.fromkeys(CONSUMERS, 0)
         self._producers: dict[str, subprocess.Popen[bytes]] = {}
         self._consumers: dict[str, subprocess.Popen[bytes]] = {}
-        """Those that should run."""
+        """Consumer processes that should run."""
         self._journal = Journal(folder / "clients.journal")
         self.struck: list[str] = []
 
@@ -171,8 +171,8 @@ class Clients:
     # Faults of consumers.
 
     def strike(self, rng: random.Random, stop: threading.Event, lease_s: float) -> None:
-        """Until `stop`: kill and restart consumers, pause them for longer than their lease, let them leave and
-        rejoin.
+        """Inject faults of consumers until `stop`: kill and restart them, pause them for longer than their lease, let
+        them leave and rejoin.
         """
         while not stop.wait(rng.uniform(0.5, 3.0)):
             name, kind = rng.choice(sorted(CONSUMERS)), KINDS[len(self.struck) % len(KINDS)]
@@ -216,7 +216,7 @@ class Clients:
         return any(process.poll() is None for process in self._producers.values())
 
     def failed(self) -> str:
-        """The end of the log of a process that failed; empty if none did."""
+        """Return the end of the log of a process that failed; empty if none did."""
         lives = {self._life(name): process for name, process in list(self._consumers.items())}
         for name, process in (self._producers | lives).items():
             if process.poll() not in (None, 0):
@@ -232,7 +232,7 @@ class Clients:
             _wait_or_kill(process)
 
     def kill(self) -> None:
-        """Afterwards none runs."""
+        """Kill all processes, and wait for their end."""
         for process in (self._producers | self._consumers).values():
             if process.poll() is None:
                 process.kill()

@@ -131,7 +131,7 @@ def choose(message: qmq.ReceivedMessage, rng: random.Random) -> str:
 
 
 async def handle(notes: Notes, rng: random.Random, message: qmq.ReceivedMessage) -> None:
-    """A listener's handler."""
+    """Handle a message of a listener, with a random decision."""
     (number,) = notes.got([message])
     if rng.random() < TAKES_TIME:
         await asyncio.sleep(rng.uniform(0, WORK_S_MAX))

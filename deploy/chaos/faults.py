@@ -51,13 +51,13 @@ def enter_sandbox(module: str, arguments: Sequence[str]) -> None:
 
 
 def _raise_loopback() -> None:
-    """A new network has a loopback device that is down."""
+    """Start the loopback device: in a new network namespace it is down."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack(INTERFACE, b"lo", IFF_UP))
 
 
 ROUTES_S = 4.0
-"""A mark reaches clients and brokers within a second, or after a stall of as long."""
+"""Time after which a mark has reached all clients and brokers: usually a second, and longer if one of them stalls."""
 ROOM_BYTES = 64 << 20
 """Free space of a small disk. A broker is readonly while less than half of it is free."""
 PIECE_BYTES = 1 << 20
@@ -70,7 +70,7 @@ CLOCK_STEPS = ("+3m", "-3m", "+1d", "-1d", "+400d")
 
 @dataclass
 class Target:
-    """Made for one run; used by one thread."""
+    """Cluster that faults strike, and their records. Made for one run; used by one thread."""
 
     cluster: Cluster
     rng: random.Random
@@ -151,7 +151,7 @@ def _kill_metaserver(target: Target, group: str) -> None:
 
 
 def _kill_metaserver_and_broker(target: Target, group: str) -> None:
-    """A broker that starts while the metaserver is away resumes its last role."""
+    """Kill a broker while the metaserver is away: it must resume its last role."""
     target.cluster.end("metaserver")
     target.cluster.kill(group, target.rng.choice(["master", "slave"]))
     target.pause(0, 5.0)
@@ -192,7 +192,7 @@ def _swap_roles(target: Target, group: str) -> None:
 
 
 def _kill_during_swap(target: Target, group: str) -> None:
-    """The swap may be refused or carried out; either way nothing is lost."""
+    """Kill a copy during a swap. The swap may be refused or carried out; either way nothing is lost."""
     service = target.cluster.service(target.any_copy(group).hostname)
     killer = threading.Timer(target.rng.uniform(0, 0.15), lambda: service.signal(signal.SIGKILL))
     killer.start()
@@ -201,7 +201,7 @@ def _kill_during_swap(target: Target, group: str) -> None:
 
 
 def _replace_broker(target: Target, group: str) -> None:
-    """QMQ's way: stop both, put the slave in the master's place, then the master in the slave's, start both."""
+    """Exchange the copies as in QMQ: stop both, put each in the other's place, start both."""
     master, slave = target.copies(group)
     target.cluster.end(master.hostname, slave.hostname)
     exchange(target, master, slave)
@@ -247,7 +247,9 @@ def _wipe_slave(target: Target, group: str) -> None:
 
 
 def _lose_master_disk(target: Target, group: str) -> None:
-    """The slave, stopped until then, is the only copy left: it must hold every acknowledged message."""
+    """Delete the master's data. The slave, paused until then, is the only copy left: it must have every acknowledged
+    message.
+    """
     master, slave = target.copies(group)
     target.cluster.service(slave.hostname).signal(signal.SIGSTOP)
     target.pause(0.3, 1.5)
@@ -266,7 +268,7 @@ def _put_slave_back(target: Target, group: str) -> None:
 
 
 def _put_back(target: Target, broker: BrokerPlan) -> None:
-    """A disk comes back as it was some seconds ago: an old snapshot of a virtual machine, a flush that was none."""
+    """Restore a disk to its state of some seconds ago, like an old snapshot of a virtual machine, or a lost flush."""
     data = target.cluster.data(broker)
     earlier = data.with_name("data.earlier")
     target.cluster.end(broker.hostname)
@@ -281,7 +283,7 @@ def _put_back(target: Target, broker: BrokerPlan) -> None:
 
 
 def _fill_disk(target: Target, group: str) -> None:
-    """One copy moves to a small disk, which something else fills; then there is room again."""
+    """Move one copy to a small disk, fill that disk, and free it again."""
     broker = target.any_copy(group)
     data = target.cluster.data(broker)
     target.cluster.end(broker.hostname)
@@ -316,7 +318,7 @@ def _small_disk(data: Path) -> Iterator[None]:
 
 
 def fill(folder: Path) -> Path:
-    """Write a file that takes all that is free; return it."""
+    """Write a file that takes all free space; return it."""
     filler, piece = folder / "filler", bytes(PIECE_BYTES)
     with filler.open("wb", buffering=0) as file, suppress(OSError):
         while file.write(piece):
@@ -370,7 +372,7 @@ def _ports(target: Target, group: str) -> Sequence[int]:
 
 
 def _drop(target: Target, *rules: str) -> None:
-    """Let rules hold for some seconds: sometimes for longer than a lease and every time-out of a connection."""
+    """Apply rules for some seconds: sometimes for longer than a lease and every timeout of a connection."""
     chain = "\n".join(("type filter hook input priority 0;", *rules))
     _nft(f"table {NFT_TABLE} {{\nchain input {{\n{chain}\n}}\n}}")
     try:
@@ -393,7 +395,7 @@ def _network_missing() -> str:
 
 
 def _wrong_clock(target: Target, group: str) -> None:
-    """A copy starts with a wrong clock and, some seconds later, with the right one. The clock's rate stays right."""
+    """Restart a copy with a wrong clock and, some seconds later, with the right one. The clock's rate stays right."""
     broker = target.any_copy(group)
     service = target.cluster.service(broker.hostname)
     target.cluster.end(broker.hostname)

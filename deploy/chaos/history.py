@@ -89,6 +89,8 @@ class Handover:
 
 @dataclass
 class History:
+    """Records of one run, by message, consumer and broker group."""
+
     messages: dict[str, SentMessage] = field(default_factory=dict)
     handovers: dict[Track, dict[int, list[Handover]]] = field(default_factory=lambda: defaultdict(dict))
     """By sequence; of each, in the order of the broker, see `_rank`."""

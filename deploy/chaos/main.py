@@ -134,7 +134,7 @@ def _run(options: argparse.Namespace, only: list[str], settings: Mapping[str, An
 
 
 def _make_anew(folder: Path) -> None:
-    """Empty the folder of an earlier run; raises NotServed: it is none."""
+    """Empty the folder of an earlier run; raises NotServed if it is another folder."""
     if folder.exists():
         if any(folder.iterdir()) and not (folder / MARK).exists():
             raise NotServed(f"{folder} is not empty, and is no folder of `qmq chaos`: --dir names another")

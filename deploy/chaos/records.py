@@ -35,7 +35,7 @@ class Sending(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Its outcome; broker group and sequence only if it is stored."""
+    """Outcome of a sent message; broker group and sequence only if it is stored."""
 
     at: float
     id: str

@@ -17,12 +17,12 @@ from qmq.deploy.chaos.records import OF_CONSUMERS, REFUSED, STORED, UNKNOWN, Fau
 WIDTH, LEFT, ROW, CURVE = 1000, 84, 16, 70
 """Pixels: of the whole, of the names in front of the rows, of a row of bars, of a curve."""
 LETTER, INDENT = 6, 3
-"""Pixels of a letter, about, and in front of a bar's name."""
+"""Pixels: of a letter, about, and of the space in front of a bar's name."""
 MOMENTS = 240
 """Intervals of a run; events of an interval are counted together."""
 COLOURS = {"acknowledged": "#2e9e5b", "refused": "#e0a100", "unknown": "#d43f3a", "delivered": "#3b82c4"}
 BROKERS, CONSUMERS = "#b8c4d0", "#dccbe8"
-"""So light that a name in black can be read on them, and continue beside a bar that is shorter."""
+"""Colours of bars, so light that a black name can be read on them; it may continue beside a short bar."""
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;margin:0 auto;max-width:1040px;padding:24px;color:#1f2933;background:#fff}
 h1{font-size:26px;margin:0}h2{font-size:18px;margin:32px 0 8px}svg{display:block}text{font:11px system-ui,sans-serif}

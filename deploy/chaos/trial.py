@@ -57,6 +57,7 @@ disk.
 CHOSEN = {"disk_free_limit": 0}
 """Overrides all other settings: a fault fills a small disk to the last byte."""
 WELL_S = 180.0
+"""Longest recovery of the cluster from a fault."""
 BETWEEN_S = 1.0
 STRIKES_MIN = 3
 NOTICED_S = 4.0
@@ -72,7 +73,7 @@ def possible() -> list[str]:
 
 
 class Nemesis:
-    """Made for one run; called from one thread.
+    """Injector of faults. Made for one run; called from one thread.
 
     Args:
         read: returns the clients' records so far.
