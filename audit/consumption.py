@@ -479,6 +479,7 @@ def _selects(got: frozenset[int], tags: frozenset[int]) -> bool:
 
 def _complain(passed_over: _Passed) -> Complaint:
     text = (
-        f"{passed_over.messages} messages from sequence {passed_over.begin} on were passed over; it gets such messages"
+        f"{passed_over.messages} messages from sequence {passed_over.begin} on were passed over; "
+        "the consumer gets such messages"
     )
     return Complaint(FindingKind.PASSED, text, passed_over.begin, passed_over.frame.offset, passed_over.frame.end)

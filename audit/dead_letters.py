@@ -52,7 +52,7 @@ class DeadLetter(NamedTuple):
 
     def unfounded(self) -> dict[str, Any]:
         """Return the finding that no original was unacked. Both checks build the same row, so it is reported once."""
-        row = self.finding(FindingKind.DEAD_UNFOUNDED, f"group {self.group} held no such message before it")
+        row = self.finding(FindingKind.DEAD_UNFOUNDED, f"group {self.group} had no such message unacked before it")
         return row | {"about": [self.source, self.sequence, self.sequence + 1]}
 
 

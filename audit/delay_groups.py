@@ -321,7 +321,7 @@ def _account(judged: Iterable[Judged], closed: Mapping[str, Sequence[str]]) -> A
     for targets, messages in sorted(waits_for.items()):
         names = "; ".join(f"{name} ({', '.join(closed[name])})" for name in targets)
         due = f"{messages} messages that were due an hour ago or earlier"
-        notes.append(f"{due} wait for broker groups that take none: {names}")
+        notes.append(f"{due} wait for broker groups that accept none: {names}")
     listed = [row for rows in findings.values() for row in rows]
     accounts = sorted(_summed(accounts), key=itemgetter("subject"))[:SUBJECTS_MAX]
     return Account(accounts, listed, notes, dict(+more))

@@ -353,7 +353,7 @@ def _has_labels(window: Window, frame: Frame, refuse: Any) -> bool:
 
 
 def _refuse(window: Window, frame: Frame, refuse: Any) -> None:
-    reason = "the batch is none"
+    reason = "the body is no batch"
     try:
         check_batch(window.batch(frame), frame.count, FRAME_BYTES_MAX)
     except (QmqError, ValueError) as error:

@@ -435,7 +435,7 @@ def check_kept(group: Group, result: Result) -> None:
         if incarnation != result.incarnations[name]:
             raise CannotRead(f"the {name} was emptied or replaced while it was read: audit it again")
         if now.start > result.start:
-            raise CannotRead(f"the {name} let go of [{result.start}, {now.start}) while it was read: audit it again")
+            raise CannotRead(f"the {name} deleted [{result.start}, {now.start}) while it was read: audit it again")
         if now.end < result.logs[name].end:
             span = f"[{now.end}, {result.logs[name].end})"
             raise CannotRead(f"the {name} cut off {span} while it was read, as after a failover: audit it again")

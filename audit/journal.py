@@ -85,7 +85,7 @@ def check_journal(
         CannotRead: the journal or a copy cannot be read; more lines lack a message than crashes explain.
     """
     if not journal.exists():
-        raise CannotRead(f"journal {journal}: there is no such file, nor a folder of them")
+        raise CannotRead(f"journal {journal}: there is no such file or folder")
     files = _files_of(journal)
     sizes = {path: path.stat().st_size for path in files}
     tasks: list[Step] = [

@@ -114,7 +114,7 @@ class Messages:
                 yield self._problem(at, FindingKind.FOREIGN, f"a message of {subject} in a frame of {frame.subject}")
         for number in dead:
             if self._frames[number].offset not in copies:
-                text = "it is called a dead letter, and is no broker's copy of a message"
+                text = "its frame is flagged as a dead letter, and it is no broker's copy of a message"
                 yield self._problem(int(self._first[number]), FindingKind.DEAD_UNFOUNDED, text)
         yield from self._wrong_labels()
         yield from self._created_ahead()

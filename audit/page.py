@@ -315,17 +315,17 @@ def advice_for(row: dict[str, Any]) -> str:
     """Return the advice for a finding."""
     what = row["what"]
     if what == FindingKind.REPAIRED:
-        return "Done: the broker took the range from the other copy. Look at that disk."
+        return "Done: the broker took the range from the other copy. Check the disk of the repaired one."
     if what in _MOVE_ASIDE:
-        return "If an operator restored it, move the group's file of the ledger aside. Otherwise look for the cause."
+        return "If an operator restored the log, move the group's file of the ledger aside. Otherwise find the cause."
     if what == FindingKind.UNSENT:
         return "Its delay group has no master, or no broker group accepts its due messages."
     if what in _PROMISED:
-        return "Ask its producer for it, and stop retention until you have found when the message went:"
+        return "Ask the producer for the message, and stop retention until you have found when it was lost:"
     if what in _DEAD_LETTERS:
         return "Check how its group handled the message, then redrive its dead letters:"
     if row.get("copy") == "both":
-        return "Both copies have it: nothing can be taken from the other one. Look for the version that wrote it."
+        return "Both copies are wrong alike, so neither can repair the other. Find the version that wrote this."
     if what in _REPAIRED_BY_READING:
         return "A running broker takes the range from the other copy when it reads it: run the audit on its address."
     if what in _SEED:

@@ -109,7 +109,7 @@ def _proven(result: Result) -> list[str]:
             lines.append(f"Findings of earlier runs on both copies alike, not repeated here: {named}{more}.")
     else:
         span = f"[{result.start}, {result.watermark})"
-        lines = [f"{sum(result.found.values())} findings; due on both copies was {span}."]
+        lines = [f"{sum(result.found.values())} findings in {span}, which both copies must have."]
     if result.journal is not None:
         lost = result.found.get("lost", 0)
         lines.append(f"Acknowledged messages in the journal: {result.journal}; absent from a copy: {lost}.")

@@ -285,7 +285,7 @@ BROKER_GROUP = Page(
     "qmq: broker group",
     (
         panel(
-            "Why it is readonly",
+            "Readonly reasons",
             (f"max by (cluster, broker_group, reason) ({both('readonly')})", "{{broker_group}} {{reason}}"),
             unit=Unit.UP,
         ),
@@ -386,7 +386,7 @@ CONSUMERS = Page(
                 f"sum by (cluster, subject, consumer_group) (qmq_broker_dead_letters_total{{{IN_GROUP}}})",
                 "{{consumer_group}} of {{subject}}",
             ),
-            advice="Since the masters' processes began, wherever they go; `qmq Redrive` does not take them off.",
+            advice="Since the masters' processes began, for any destination; `qmq Redrive` does not lower the count.",
         ),
         panel("Consumers that left or lost their lease", recent(f"qmq_broker_departed_consumers_total{{{IN_GROUP}}}")),
         panel(
@@ -409,10 +409,10 @@ DELAY = Page(
         panel(
             "Due and not sent",
             (f"max by (cluster, broker_group) ({_DELAY}_due_messages{{{HERE}}})", "{{broker_group}}"),
-            advice="Above 0 for longer than a moment: no broker group accepts them.",
+            advice="Above 0 for longer than a moment: no broker group accepts these messages.",
         ),
         panel(
-            "For how long the oldest is due",
+            "How long the oldest message has been due",
             (f"max by (cluster, broker_group) ({_DELAY}_due_age_seconds{{{HERE}}})", "{{broker_group}}"),
             unit=Unit.SECONDS,
         ),
@@ -429,17 +429,21 @@ DELAY = Page(
             recent(f"{_DELAY}_rescheduled_messages_total{{{HERE}}}", "moved"),
         ),
         panel(
-            "Answers that did not come, batches not stored, messages rejected",
+            "Missing answers, batches not stored, messages rejected",
             recent(f"{_DELAY}_unknown_answers_total{{{HERE}}}", "unknown"),
             recent(f"{_DELAY}_not_stored_batches_total{{{HERE}}}", "not stored"),
             recent(f"{_DELAY}_rejected_messages_total{{{HERE}}}", "rejected"),
         ),
         panel(
-            "Clock, against the one that due times are compared with",
+            "Difference of the machine's clock to the due clock",
             (f"{_DELAY}_clock_difference_seconds{{{HERE}}}", "{{hostname}}"),
             unit=Unit.SECONDS,
         ),
-        panel("In memory, to be due soon", (f"{_DELAY}_loaded_bytes{{{HERE}}}", "{{hostname}}"), unit=Unit.BYTES),
+        panel(
+            "Memory of messages that are due soon",
+            (f"{_DELAY}_loaded_bytes{{{HERE}}}", "{{hostname}}"),
+            unit=Unit.BYTES,
+        ),
     ),
 )
 
@@ -484,7 +488,7 @@ OUTBOX = Page(
             (f"sum by (cluster, database) (increase(qmq_watchdog_parked_total{{{HERE}}}[5m]))", "{{database}} parked"),
         ),
         panel(
-            "Since each table was last looked through",
+            "Time since each table was last read",
             (f"max by (cluster, database) (qmq_watchdog_last_pass_seconds{{{HERE}}})", "{{database}}"),
             unit=Unit.SECONDS,
         ),
@@ -513,7 +517,7 @@ GATEWAY = Page(
             unit=Unit.PER_SECOND,
         ),
         panel(
-            "Messages decided, and returned as a lease ended",
+            "Messages decided, and requeued after a lease",
             (
                 f"sum by (cluster, decision, outcome) (rate(qmq_gateway_decisions_total{{{HERE}}}[5m]))",
                 "{{decision}} {{outcome}}",
@@ -552,7 +556,7 @@ AUDIT = Page(
             advice="By retention, since the run before.",
         ),
         panel(
-            "How long it took",
+            "Duration of the last run",
             (f"max by (cluster, name) (qmq_nightly_seconds{{{HERE}}})", "{{name}}"),
             unit=Unit.SECONDS,
         ),

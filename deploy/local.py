@@ -118,7 +118,7 @@ def _welcome(cluster: Cluster) -> str:
         + f"addresses   {cluster.run_dir / 'cluster.json'}\n\n"
         f"for commands and programs in another terminal:\n"
         f"  export QMQ_METASERVER={cluster.metaserver}\n  export QMQ_TOKEN={cluster.token}\n  export QMQ_APP=shop\n\n"
-        f"Ctrl-C or `qmq dev stop` ends it; processes that die are started again"
+        f"Ctrl-C or `qmq dev stop` ends the cluster; a process that ends by itself is started again"
     )
 
 

@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="qmq nightly", description="Run a job and report its end to Prometheus.")
     parser.add_argument("--name", required=True, help="name in metrics and alerts: audit, backup")
     parser.add_argument("--textfile", type=Path, required=True, help="directory of node_exporter's textfile collector")
-    parser.add_argument("command", nargs="+", help="behind --")
+    parser.add_argument("command", nargs="+", help="the job's command, behind --")
     options = parser.parse_args(arguments)
     if not re.fullmatch(r"[a-z][a-z0-9_]*", options.name):
         parser.error(f"--name: {options.name!r} is no lower-case word")

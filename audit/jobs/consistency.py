@@ -44,10 +44,10 @@ def _parser() -> argparse.ArgumentParser:
         "--master", action="append", default=[], help="data directory, or HOST:CONTROL_PORT of a broker"
     )
     parser.add_argument(
-        "--slave", action="append", default=[], help="the same of the other copy; of several, with commas between them"
+        "--slave", action="append", default=[], help="the same of the slave; of several slaves, with commas"
     )
-    parser.add_argument("--all-groups", action="store_true", help="ask the metaserver which groups there are")
-    parser.add_argument("--metaserver", default="", help="its URL, for --all-groups")
+    parser.add_argument("--all-groups", action="store_true", help="audit all groups that the metaserver lists")
+    parser.add_argument("--metaserver", default="", help="URL of a metaserver, for --all-groups")
     add_token_options(parser)
     parser.add_argument("--journal", type=Path, help="journal of acknowledged messages: a file of NDJSON, or a folder")
     parser.add_argument(

@@ -75,11 +75,15 @@ def _pair(text: str) -> tuple[str, str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tools.sh FindMessage", description=__doc__.splitlines()[0])
     add_source_options(parser)
-    parser.add_argument("--id", default="", help="of the message")
-    parser.add_argument("--property", action="append", type=_pair, default=[], help="NAME=VALUE; several: all of them")
-    parser.add_argument("--tag", action="append", default=[], help="several: all of them")
+    parser.add_argument("--id", default="", help="id of the message")
+    parser.add_argument(
+        "--property", action="append", type=_pair, default=[], help="NAME=VALUE; with several, it has all of them"
+    )
+    parser.add_argument(
+        "--tag", action="append", default=[], help="tag of the message; with several, it has all of them"
+    )
     add_selection_options(parser)
-    parser.add_argument("--limit", type=int, default=ROWS_MAX, help="show so many, the oldest ones")
+    parser.add_argument("--limit", type=int, default=ROWS_MAX, help="number of messages to show, the oldest ones")
     options = parser.parse_args(arguments)
     bounds = selection_options(options)
 

@@ -37,9 +37,12 @@ Place = dict[str, str]
 
 def add_source_options(parser: argparse.ArgumentParser, *, spark: bool = True) -> None:
     """Add the options of `ask`; without `spark`, those of a job in its own process."""
-    parser.add_argument("--metaserver", default="", help="its URL: read the logs of all broker groups")
+    parser.add_argument("--metaserver", default="", help="URL of a metaserver: read the logs of all broker groups")
     parser.add_argument(
-        "--source", action="append", default=[], help="instead: a data directory, or HOST:CONTROL_PORT; once per group"
+        "--source",
+        action="append",
+        default=[],
+        help="instead of --metaserver: a data directory, or HOST:CONTROL_PORT; once per group",
     )
     add_token_options(parser)
     if spark:
@@ -49,7 +52,11 @@ def add_source_options(parser: argparse.ArgumentParser, *, spark: bool = True) -
 
 def add_selection_options(parser: argparse.ArgumentParser) -> None:
     """Add options that select frames: other parts of the logs are not read. A WHERE does not spare the reading."""
-    for name, text in (("subject", "only this one"), ("since", "time, or ms since 1970"), ("until", "the same")):
+    for name, text in (
+        ("subject", "read only this subject"),
+        ("since", "read messages stored from then on: a time, or ms since 1970"),
+        ("until", "read messages stored before then: the same"),
+    ):
         parser.add_argument(f"--{name}", default="", help=text)
 
 

@@ -61,8 +61,8 @@ def show(rows: Rows) -> Iterable[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tools.sh Trail", description=__doc__.splitlines()[0])
     add_source_options(parser)
-    parser.add_argument("--id", required=True, help="of the message")
-    parser.add_argument("--subject", default="", help="look at its messages alone; an id may be used in several")
+    parser.add_argument("--id", required=True, help="id of the message")
+    parser.add_argument("--subject", default="", help="read only this subject; an id may occur in several")
     options = parser.parse_args(arguments)
     return ask("qmq trail", options, lambda spark, places: find_trail(spark, places, options.id, options.subject), show)
 

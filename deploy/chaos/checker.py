@@ -82,7 +82,7 @@ def _lost(history: History) -> Iterator[str]:
             track = Track(subject, group, place.broker_group)
             handovers = history.handovers[track].get(place.sequence, [])
             if place.sequence not in history.dead[track] and not _is_handled(handovers):
-                yield f"for {group}: {message}; {_list(handovers) or 'given to no consumer'}"
+                yield f"for {group}: {message}; {_list(handovers) or 'delivered to no consumer'}"
 
 
 def _is_handled(handovers: list[Handover]) -> bool:
@@ -251,7 +251,8 @@ def _skipped(history: History) -> Iterator[str]:
         for given in sorted(places.keys() | history.dead[track].keys()):
             if given > next_sequence:
                 skipped = f"{next_sequence} to {given - 1}"
-                yield f"sequences {skipped} of {track} were given to no consumer, but {_list(places.get(given, []))}"
+                after = _list(places.get(given, []))
+                yield f"sequences {skipped} of {track} were delivered to no consumer, but {after}"
             next_sequence = given + 1
 
 

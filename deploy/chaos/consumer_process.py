@@ -206,7 +206,7 @@ async def main(options: dict[str, Any]) -> None:
         watching.cancel()
         notes.look()
         if not stop.is_set():
-            raise RuntimeError("it ended by itself")
+            raise RuntimeError("the consumer ended without SIGTERM")
         notes.write(Gone(now(), life, LEFT))
 
 

@@ -59,15 +59,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=_minutes, default=10.0, help="default: 10")
     parser.add_argument("--seed", type=int, default=1, help="first seed; each trial has the next one; default: 1")
     parser.add_argument(
-        "--messages", type=int, help="send so many, with faults in a fixed order, in place of --minutes"
+        "--messages", type=int, help="number of messages to send, with faults in a fixed order; replaces --minutes"
     )
     parser.add_argument("--rate", type=float, default=Load.rate, help=f"messages a second; default: {Load.rate:g}")
     parser.add_argument("--keys", type=int, default=Load.keys, help=f"order keys; default: {Load.keys}")
-    parser.add_argument("--copies", type=int, default=2, help="of each group; more than two: swaps and kills only")
-    parser.add_argument("--faults", help="only these, separated by commas; default: all that this machine can make")
+    parser.add_argument(
+        "--copies",
+        type=int,
+        default=2,
+        help="copies of each group; with more than two: swaps and kills only; default: 2",
+    )
+    parser.add_argument("--faults", help="faults to inject, with commas; default: all that this machine can")
     parser.add_argument("--settings", type=Path, help="a broker's settings file; all brokers get its settings")
-    parser.add_argument("--dir", type=Path, default=Path(".run/chaos"), help="emptied first; default: .run/chaos")
-    parser.add_argument("--list", action="store_true", help="list the faults, and the tools that they lack here")
+    parser.add_argument(
+        "--dir", type=Path, default=Path(".run/chaos"), help="directory of the run, emptied first; default: .run/chaos"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="list the faults, and the tools that this machine lacks for them"
+    )
     return parser
 
 
@@ -137,7 +146,9 @@ def _make_anew(folder: Path) -> None:
     """Empty the folder of an earlier run; raises NotServed if it is another folder."""
     if folder.exists():
         if any(folder.iterdir()) and not (folder / MARK).exists():
-            raise NotServed(f"{folder} is not empty, and is no folder of `qmq chaos`: --dir names another")
+            raise NotServed(
+                f"{folder} is not empty, and no run of `qmq chaos` made it. Name another folder with --dir."
+            )
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     (folder / MARK).touch()

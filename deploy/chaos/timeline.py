@@ -54,7 +54,7 @@ def _described(history: History) -> Iterator[Sequence[str]]:
     begin = min((message.sending.at for message in history.messages.values()), default=0.0)
     for fault in _faults(history):
         took_s = fault.end - fault.begin
-        yield f"{fault.begin - begin:.1f} s", fault.name, fault.broker_group, f"well after {took_s:.1f} s"
+        yield f"{fault.begin - begin:.1f} s", fault.name, fault.broker_group, f"recovered after {took_s:.1f} s"
 
 
 def _faults(history: History) -> list[Fault]:

@@ -94,7 +94,7 @@ def test_messages_for_closed_groups_are_a_note(tmp_path: Path) -> None:
     later = account(tmp_path, log, {"g1": ["it has no slave"]})
     assert (later.rows[0]["under_way"], later.rows[0]["unsent"], later.findings) == (0, 2, [])
     assert later.notes == [
-        "2 messages that were due an hour ago or earlier wait for broker groups that take none: g1 (it has no slave)"
+        "2 messages that were due an hour ago or earlier wait for broker groups that accept none: g1 (it has no slave)"
     ]
     later = account(tmp_path, log, {"g2": ["full"]})
     assert [("planned for g1 at" in row["text"], row["sequence"]) for row in later.findings] == [
