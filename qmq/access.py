@@ -1,5 +1,4 @@
-"""Shell. Sources of a token: an argument, a file, standard input or the environment; never a process list. Modes of
-files.
+"""Shell. Sources of a token (an argument, a file, standard input or the environment), and the check of a secret's file.
 
 One rule decides about every file of a secret, for processes, clients and commands (`require_private`):
 
@@ -7,8 +6,8 @@ One rule decides about every file of a secret, for processes, clients and comman
     readable by others, of this process's user, and not mounted                 refused
     anything else                                                               accepted
 
-So the files that Kubernetes (0440 with fsGroup, 0644), Docker (0444) and systemd (0400, 0440) mount are accepted: their
-platform guards them. A file of another user is that user's decision.
+So the files that Kubernetes (0440 with fsGroup, 0644), Docker (0444) and systemd (0400, 0440) mount are accepted,
+because their platform guards them. The mode of another user's file is that user's decision.
 """
 
 from __future__ import annotations
@@ -32,7 +31,9 @@ TOKEN_VARIABLE = "QMQ_TOKEN"
 FILE_VARIABLE = "QMQ_TOKEN_FILE"
 TOKEN_CHARS_MAX = 4096
 SETTLED_NS = 1_000_000_000
-"""Age of a file's change from which its times show the next one: kernels count them in steps of milliseconds."""
+"""Age of a change above which the file's times will differ after the next change: kernels count them in steps of
+milliseconds.
+"""
 STANDARD_INPUT = "-"
 MOUNTS = Path("/proc/self/mountinfo")
 SHARED_FOLDERS = frozenset({"/tmp", "/var/tmp", "/dev/shm", "/run"})
@@ -56,7 +57,7 @@ class TokenFile:
         self._seen = (0, 0, 0)
 
     def read(self) -> str:
-        """Return the file's token now: one `stat` while the file is the same."""
+        """Return the token in the file now. Costs one `stat` while the file is the same."""
         try:
             found = os.stat(self.path)
             seen = found.st_ino, found.st_size, found.st_ctime_ns
@@ -95,7 +96,7 @@ def find_token(
     environ: Mapping[str, str] | None = None,
     stdin: TextIO | None = None,
 ) -> str:
-    """Return the token of `token_source` as it is now, for a process that ends soon."""
+    """Return the present token of `token_source`, for a process that ends soon."""
     return token_text(token_source(given, token_file=token_file, environ=environ, stdin=stdin))
 
 
@@ -116,7 +117,8 @@ def token_source(
         The token; empty if there is none.
 
     Raises:
-        AccessError: both were given, the token is blank, the file cannot be read, breaks the rule, or holds no token.
+        AccessError: token and file are both given, the token is blank, or the file cannot be read, breaks the rule, or
+            holds no token.
     """
     environ = os.environ if environ is None else environ
     if given is not None and token_file is not None:
@@ -175,7 +177,7 @@ def require_private(descriptor: int, path: Path) -> None:
 
 
 def keep_private() -> None:
-    """Let other users read no new file of this process, and its group write none."""
+    """Make new files of this process unreadable for other users and unwritable for its group."""
     os.umask(os.umask(0o077) | 0o027)
 
 

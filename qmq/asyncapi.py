@@ -59,7 +59,7 @@ def document(
 
 
 class _Ids:
-    """Ids of one part of a document: allowed letters, different for different keys."""
+    """Ids of one part of a document, of allowed letters; different keys have different ids."""
 
     def __init__(self) -> None:
         self._keys: dict[str, Hashable] = {}
@@ -192,11 +192,11 @@ def clients_at(target: str) -> tuple[list[AnyConsumer], list[Sent]]:
     """Return the consumers at a target, and the declarations of producers.
 
     Args:
-        target: "module:name" of a consumer or producer, or a module. With a consumer or a module come the declarations
-            of all producers that imported modules have as names.
+        target: "module:name" of a consumer or producer, or a module. A consumer or a module adds the declarations of
+            all producers that are attributes of imported modules.
 
     Raises:
-        CannotRun: there is neither.
+        CannotRun: the target has neither consumers nor declarations.
     """
     module, _, name = target.partition(":")
     names = names_in(module)

@@ -19,15 +19,15 @@ from importlib.util import find_spec
 from qmq.version import VERSION
 
 CANNOT_START = 2
-"""Exit status of a program that is not installed. The same as for invalid settings: a restart does not help."""
+"""Exit status of a program that is not installed. As for invalid settings, because a restart does not help."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program that a name after `qmq` starts."""
+    """Program that is started by a name after `qmq`."""
 
     module: str
-    """Run as `python -m` does."""
+    """Module that is run as `python -m` runs it."""
     extra: str
     """Extra of the distribution for `pip install 'qmq[…]'`; empty if the client includes it."""
     help: str
@@ -127,7 +127,7 @@ SECTIONS: Mapping[str, Mapping[str, Program]] = {
         ),
     },
 }
-"""In the order of `qmq --help`."""
+"""Programs by section and name, in the order of `qmq --help`."""
 
 PROGRAMS: Mapping[str, Program] = {name: program for section in SECTIONS.values() for name, program in section.items()}
 OPERATORS = Program("qmq.tools", "tools", "operators' commands, as in tools.sh")

@@ -12,9 +12,9 @@ One message (QMQ, from the flag byte on; all integers big-endian; `str` is an i1
         (str name, str value)*    properties
         bytes     body: the rest of the message, only if the flag says so
 
-QMQ's messages have no body: its readers, and ours before bodies, refuse such a message (decision 100). The properties
-`qmq_contentType` and `qmq_contentEncoding` describe the body, `qmq_types` the types of the application's properties
-(`types_of`).
+QMQ's messages have no body. QMQ's readers, and qmq's before it had bodies, refuse messages with one (decision 100). The
+properties `qmq_contentType` and `qmq_contentEncoding` describe the body, `qmq_types` the types of the application's
+properties (`types_of`).
 
 A batch is the body of a messages frame: the layout of an Arrow binary array, so that a part of it is a slice
 and Spark reads it without copying (all integers little-endian):
@@ -25,8 +25,8 @@ and Spark reads it without copying (all integers little-endian):
 
 The producer builds a batch and its CRC-32; broker, slave, consumer and Spark get the same bytes.
 
-A batch with tags or order keys is followed by its labels, from which a broker sees which messages a consumer wants and
-which have to wait for another, without looking into them (all integers little-endian; a whole number of 8 bytes):
+A batch with tags or order keys is followed by its labels. They show a broker which messages a consumer wants, and which
+must wait for another message, without decoding messages (all integers little-endian; a multiple of 8 bytes):
 
     0     u64 x n  labels: bits 0 to 31: bit `crc32(tag) % 32` of each tag; bits 32 to 63: the order key, 0 without one
     8n    u32      CRC-32 of the labels
@@ -73,7 +73,7 @@ DUE_AT = 9
 TAGS_MAX = 10
 ID_BYTES_MAX = 100
 VALUE_BYTES_MAX = 32_767
-"""A longer value has a negative length for a Java client, which acks the message and never delivers it."""
+"""Limit of a value. A Java client reads a longer value's length as negative, acks the message and never delivers it."""
 MESSAGE_BYTES_MIN = 1 + 8 + 8 + 2 + 2 + 4
 EXPIRES_S_MAX = 36_500 * 86_400
 """A hundred years."""
@@ -89,7 +89,7 @@ _I32 = struct.Struct(">i")
 _U16 = struct.Struct(">H")
 _FLAGS = [bytes((flag,)) for flag in range(256)]
 _LENGTHS = [n.to_bytes(2, "big") for n in range(VALUE_BYTES_MAX + 1)]
-"""A look-up is three times faster than packing, and strings take most of a producer's time."""
+"""Packed lengths by value. A look-up is three times faster than packing, and strings take most of a producer's time."""
 KEPT_MAX = 10_000
 _names: dict[str, bytes] = {}
 _tags: dict[frozenset[str], TagSection] = {}
@@ -151,7 +151,7 @@ def encode_own(message: Message, *, is_typed: bool, encoding: str) -> bytes:
     """Encode the properties that qmq sets; raises InvalidMessage.
 
     Args:
-        is_typed: some property is maybe no text.
+        is_typed: whether some property may be no text.
         encoding: compression of the body, or "".
     """
     data, key, retries, content_type = b"", message.order_key, message.retries_max, message.content_type
@@ -182,7 +182,7 @@ def encode_content(classes: tuple[type, ...], content_type: str | None) -> bytes
     """Encode the properties that describe the content; raises InvalidMessage.
 
     Args:
-        classes: of the values of the application's properties; more than 32,767 are received as texts.
+        classes: classes of the values of the application's properties; more than 32,767 values are received as texts.
     """
     data, types = b"", types_of(classes)
     if 0 < len(types) <= VALUE_BYTES_MAX:
@@ -193,10 +193,10 @@ def encode_content(classes: tuple[type, ...], content_type: str | None) -> bytes
 
 
 def pack_body(body: object, compress_bytes_min: int | None) -> tuple[bytes, str]:
-    """Return a message's body as it travels, and its compression, or "".
+    """Return a message's body as it is sent, and its compression, or "".
 
     Raises:
-        InvalidMessage: it is not bytes, or too large.
+        InvalidMessage: the body is not bytes, or too large.
     """
     data = body if body.__class__ is bytes else body_bytes(body)
     assert isinstance(data, bytes)
@@ -244,13 +244,13 @@ def batch_encoder(subject: str, now_ms: int, compress_bytes_min: int | None = No
     """Return a function `(message) -> bytes` for messages of one subject, encoded at one time.
 
     Args:
-        compress_bytes_min: size of a body from which on it is compressed; None: never.
+        compress_bytes_min: smallest body that is compressed; None for no compression.
     """
     return Encoder(subject, now_ms, now_ms, 0, compress_bytes_min)
 
 
 def delayed_encoder(subject: str, now_ms: int, due_ms: int, compress_bytes_min: int | None = None) -> Encoder:
-    """Return such a function for messages that are due at one time."""
+    """Return a function as `batch_encoder` does, for messages that are due at one time."""
     return Encoder(subject, now_ms, due_ms, FLAG_DELAYED, compress_bytes_min)
 
 
@@ -312,7 +312,7 @@ def join_batch(messages: Sequence[bytes]) -> bytes:
 
 
 def batch_blocks(messages: Sequence[bytes]) -> list[bytes]:
-    """Return the blocks of such a body: a single one, or the parts of a large message, without another copy of it."""
+    """Return the body of `join_batch` as blocks: a single one, or the parts of a large message, which is not copied."""
     parts = _batch_parts(messages)
     return parts if max(map(len, messages)) >= LARGE_BYTES_MIN else [b"".join(parts)]
 
@@ -376,7 +376,7 @@ def split_batch(body: Buffer, count: int) -> Iterator[memoryview]:
 
 
 class Envelope(NamedTuple):
-    """Fields in front of a message's properties."""
+    """Fields of a message that come before its properties."""
 
     flag: int
     created_ms: int
@@ -531,7 +531,9 @@ def decode_content(data: bytes) -> Content:
 
 
 def content_of(texts: dict[str, str], body_at: int | None = None) -> Content:
-    """Return properties of `decode_properties` for an application; `texts` loses those that describe the content."""
+    """Return the result of `decode_properties` for an application. Removes from `texts` those that describe the
+    content.
+    """
     take = texts.pop
     kind, encoding, types = take(CONTENT_TYPE, None), take(CONTENT_ENCODING, None), take(TYPES, None)
     properties = cast(dict[str, Value], texts) if types is None else with_types(texts, types)
@@ -554,7 +556,7 @@ def decode_body(data: bytes, content: Content | None = None) -> bytes | None:
         content: the result of `decode_content` for this message, if the caller has it.
 
     Raises:
-        InvalidMessage: it is damaged, has an unknown compression, or is larger than 64 MiB.
+        InvalidMessage: the body is damaged, has an unknown compression, or is larger than 64 MiB.
         MissingExtra: the library of its compression is not installed here.
     """
     if not has_body(data):
@@ -628,7 +630,7 @@ def with_properties(data: Buffer, extra: Mapping[str, str], without: Collection[
 
 def with_subject(data: bytes, subject: str) -> bytes:
     """Return an encoded message with another subject; raises InvalidMessage."""
-    properties_span(data)  # or it is not valid
+    properties_span(data)  # raises if `data` is not valid
     begin = _FIXED.size - 2
     rest = memoryview(data)[_FIXED.size + (data[begin] << 8 | data[begin + 1]) :]
     return b"".join((data[:begin], _string("the subject", subject), rest))

@@ -32,8 +32,8 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.max_pings_without_data", 0),
 ]
 NO_PROBE = ("grpc.http2.bdp_probe", 0)
-"""Otherwise gRPC answers each message with a PING to measure the bandwidth. For a stream with one small message a
-second that is half of its cost at both ends; only large streams gain from it.
+"""Without this option gRPC answers each message with a PING, to measure the bandwidth. For a stream with one small
+message a second that is half of its cost at both ends; only large streams gain from it.
 """
 META_CHANNEL_OPTIONS: list[tuple[str, int]] = [*CHANNEL_OPTIONS, NO_PROBE]
 """Options of channels to a metaserver. Channels of one process with equal options share a connection."""
@@ -59,7 +59,7 @@ SERVER_OPTIONS = [
 """Options of every gRPC server."""
 
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Opener for HTTP addresses of our own processes."""
+"""Opener for HTTP addresses of qmq's own processes, without proxies."""
 
 
 EXPERIMENTS = "GRPC_EXPERIMENTS"
@@ -93,7 +93,7 @@ def metaserver_urls(addresses: str | Sequence[str] | None = None) -> str:
         addresses: one address, a text of several with commas, or a list; by default the value of QMQ_METASERVER.
 
     Raises:
-        InvalidRequest: there is none, or one of them is no URL.
+        InvalidRequest: there is no address, or one of them is no URL.
     """
     name = "metaserver="
     if addresses is None:
@@ -109,7 +109,7 @@ def metaserver_urls(addresses: str | Sequence[str] | None = None) -> str:
 
 
 def _url(address: str) -> str:
-    """Return the URL of one metaserver; "" if it is none."""
+    """Return the URL of one metaserver, or "" if the address is no URL."""
     url = (address if "://" in address else f"http://{address}").rstrip("/")
     with suppress(ValueError):  # brackets without an IPv6 address, or a port that is no number
         parts = urlsplit(url)
@@ -122,7 +122,7 @@ def app_name(given: str | None = None) -> str:
     """Return the application's name: `given`, else the value of QMQ_APP. A program's name would often be "python".
 
     Raises:
-        InvalidRequest: there is none, or it is no text.
+        InvalidRequest: the name is missing or is no text.
     """
     if given is None and not (given := os.environ.get(APP_VARIABLE)):
         raise InvalidRequest(
@@ -135,12 +135,12 @@ def first_answer(addresses: str, ask: Callable[[str], T]) -> T:
     """Return `ask(url)` of the first metaserver that answers, in random order. Blocks.
 
     Raises:
-        OSError: none answers. ValueError: the one answer is not a metaserver's.
+        OSError: no metaserver answers. ValueError: an answer is not a metaserver's.
     """
     urls = addresses.split(",")
     if len(urls) == 1:
         return ask(urls[0])
-    random.shuffle(urls)  # clients spread over the metaservers, and leave one of which only the web port works
+    random.shuffle(urls)  # spreads the clients; a metaserver of which only the web port works is left, too
     failures = []
     for url in urls:
         try:
@@ -154,7 +154,7 @@ def find_metaserver(addresses: str, *, timeout_s: float = 3.0) -> str:
     """Return the gRPC `host:port` that a metaserver of these HTTP addresses names. Blocks.
 
     Args:
-        timeout_s: for each of them.
+        timeout_s: time limit for each address.
 
     Raises: see `first_answer`.
     """
@@ -167,7 +167,7 @@ def find_metaserver(addresses: str, *, timeout_s: float = 3.0) -> str:
 
 
 def get(request: str | urllib.request.Request, *, timeout_s: float, bytes_max: int) -> bytes:
-    """Return the body at an HTTP address of ours, at most `bytes_max` of it. Blocks.
+    """Return the body at an HTTP address of one of qmq's processes, at most `bytes_max` of it. Blocks.
 
     Raises:
         OSError: no answer; urllib's HTTPError is one. ValueError: the answer is not HTTP.

@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 
 def encode_checked(fields: Mapping[str, Any], *, indent: int | None = None) -> bytes:
-    """Return the object; `indent` is for files that people read."""
+    """Return `fields` as a JSON object with its CRC; `indent` is for files that people read."""
     return json.dumps({"crc": _crc(fields), **fields}, indent=indent).encode()
 
 
 def decode_checked(data: bytes) -> dict[str, Any]:
-    """Return the fields without `crc`; raises ValueError if this is no such object, or a damaged one."""
+    """Return the fields of such an object without `crc`; raises ValueError if it is damaged, or another one."""
     stored = json.loads(data)
     if not isinstance(stored, dict) or "crc" not in stored:
         raise ValueError("no object with a CRC")

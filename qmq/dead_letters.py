@@ -15,15 +15,17 @@ from qmq.subjects import dead_letter_subject, parse_derived, retry_subject
 
 REASON, SEQUENCE = "qmq_deadReason", "qmq_deadSequence"
 SUBJECT, GROUP = "qmq_deadSubject", "qmq_deadGroup"
-"""Properties of a dead letter in a chosen subject: the real subject, and the consumer group that gave it up."""
+"""Properties of a dead letter in a subject chosen by an operator: the real subject, and the consumer group that gave it
+up.
+"""
 PRUNER = "/expired"
 """Consumer of expired messages that become dead letters (`broker.subject_limits`); no name contains a slash."""
 REDRIVER = "qmq.redrive"
 """Consumer group of dead-letter subjects for redriving: messages acked by it are no longer dead letters."""
 FATE = TIMES, REASON, SEQUENCE, SUBJECT, GROUP
-"""Properties added to dead letters by brokers; a fingerprint has them in this order."""
+"""Properties that brokers add to dead letters. Their order decides the bytes that a fingerprint hashes."""
 DIGITS_MAX = 9
-"""Digits of a number in a message; Python parses no number of thousands of digits."""
+"""Limit of the digits of a number in a message, because Python parses no number of thousands of digits."""
 _NO_FATE = dict.fromkeys((*FATE, EXPIRES_AFTER), "")
 
 

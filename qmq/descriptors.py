@@ -21,15 +21,17 @@ from typing import NamedTuple, TypeVar
 log = logging.getLogger(__name__)
 
 LIMIT_MAX = 1 << 20
-"""No process of ours uses more. Some containers allow a billion, and programs that close all of them take minutes."""
+"""Highest limit that is set; no process of qmq uses more. Some containers allow a billion, and programs that close all
+descriptors then take minutes.
+"""
 FILES_PART = 4
-"""This part of the limit, up to FILES_MAX, is for files, databases and outgoing connections."""
+"""One part in so many of the limit, up to FILES_MAX, is for files, databases and outgoing connections."""
 FILES_MAX = 2048
 SPARES = 8
 WAIT_S = 0.02
 LOG_EVERY_S = 10.0
 SHORTAGE = frozenset({errno.EMFILE, errno.ENFILE})
-"""The process, or the machine, has no free descriptor."""
+"""Errors of a process, or a machine, without a free descriptor."""
 
 T = TypeVar("T")
 
@@ -57,7 +59,7 @@ def limit() -> int:
 
 
 class Ports(NamedTuple):
-    """Bounds of a process's connections, by port. A bound of 0: the process has no such port."""
+    """Bounds of a process's connections, by port; 0 for a port that the process lacks."""
 
     clients: int
     sync: int = 0
@@ -67,7 +69,7 @@ class Ports(NamedTuple):
 
 SYNC_MAX, CONTROL_MAX, HTTP_MAX = 200, 1_000, 200
 META_HTTP_MAX = 1_000
-"""Clients without gRPC poll their routes there every few seconds."""
+"""Bound of a metaserver's HTTP port, where clients without gRPC poll their routes every few seconds."""
 
 
 def files_of(limit: int) -> int:
@@ -120,7 +122,7 @@ class Spares:
         self.fill()
 
     def fill(self) -> None:
-        """Replace those that files took, if the system has descriptors again."""
+        """Replace spares that files took, if the system has free descriptors again."""
         try:
             while len(self._held) < self._wanted:
                 self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
@@ -129,7 +131,7 @@ class Spares:
                 raise
 
     def give(self) -> bool:
-        """Close one; return whether there was one."""
+        """Close a spare; return whether there was one."""
         try:
             os.close(self._held.pop())
         except IndexError:
@@ -138,13 +140,14 @@ class Spares:
 
 
 spares: Spares = Spares()
-"""Of this process; only brokers and delay servers hold any."""
+"""Spares of this process; only brokers and delay servers hold any."""
 
 
 def opening(call: Callable[[], T]) -> T:
-    """Return the result of `call`, which opens a file. Without a free descriptor it takes a spare, and then waits.
+    """Return the result of `call`, which opens a file. Without a free descriptor it takes a spare; without a spare it
+    waits.
 
-    The wait has no end: nothing was written, so nothing is undefined, and a restart needs descriptors, too.
+    The wait has no end: nothing was written, so nothing is undefined, and a restart would need descriptors, too.
     """
     logged_at = 0.0
     while True:
@@ -171,8 +174,8 @@ async def close_server(server: asyncio.Server) -> None:
 async def stop_accepting(*listeners: socket.socket | TransportSocket) -> None:
     """Stop accepting, and wait until every accepted connection has its protocol.
 
-    asyncio accepts a connection in three turns of the loop. If its server closes in the first one, Python 3.11 leaves
-    the transport open: its warning appears later, in tests in the midst of another one.
+    asyncio accepts a connection in three passes of the loop. If its server closes in the first one, Python 3.11 leaves
+    the transport open, and its warning appears later, for instance in another test.
     """
     loop = asyncio.get_running_loop()
     if isinstance(loop, asyncio.SelectorEventLoop):  # uvloop has no such gap

@@ -95,7 +95,9 @@ class QmqError(Exception):
     limited_subject: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle and copy without `__init__`, which takes more than the text: errors leave process pools."""
+        """Pickle and copy without `__init__`, which takes more arguments than the text. Errors must leave process
+        pools.
+        """
         return _restored, (type(self), self.args, self.__dict__)
 
 
@@ -250,7 +252,7 @@ class OperatorError(QmqError):
 
 
 class IllegalTransition(QmqError):
-    """Bug of qmq: an event came in a state without a move for it (qmq.states). Nothing changed. End the session, link
+    """Bug of qmq: a state's table has no transition for an event (qmq.states). Nothing changed. End the session, link
     or mastership concerned; the process continues.
     """
 
@@ -373,15 +375,15 @@ class MissingExtra(UnreadablePayload):
 def cause_of(error: BaseException) -> str:
     """Return the text of an error, also if it has none, such as a TimeoutError, or only wraps another error."""
     if isinstance(inner := getattr(error, "reason", None), BaseException):
-        return cause_of(inner)  # urllib's: its own text is "<urlopen error …>"
+        return cause_of(inner)  # urllib's error, whose own text is "<urlopen error …>"
     if text := str(error).strip():
-        is_pair = len(error.args) == 2 and text == str(error.args)  # MariaDB's: (2003, "Can't connect")
+        is_pair = len(error.args) == 2 and text == str(error.args)  # MariaDB's error: (2003, "Can't connect")
         return f"{error.args[1]} ({error.args[0]})" if is_pair else text
     return "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__
 
 
 def require(condition: bool, invariant: str) -> None:
-    """Raise BrokenInvariant unless `condition` holds. Not an `assert`: `python -O` must not remove it."""
+    """Raise BrokenInvariant unless `condition` holds. Not an `assert`, because `python -O` must not remove it."""
     if not condition:
         raise BrokenInvariant(invariant)
 

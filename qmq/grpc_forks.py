@@ -1,9 +1,10 @@
-"""Shell. Whether this process may use gRPC: a process that forks must not run gRPC's fork handlers.
+"""Shell. Use of gRPC beside forks: a process that forks must not run gRPC's fork handlers.
 
 gRPC's core registers handlers with `pthread_atfork`, unless `GRPC_ENABLE_FORK_SUPPORT` is false when gRPC is imported.
 When another thread is inside gRPC, the handler that runs before a fork stops nothing. The handler in the child begins
-gRPC's threads all the same; they find half a state, and the child ends with SIGSEGV. Four of five children of a
-process with an open route watch did. Without handlers, the child has no thread of gRPC, and nothing touches its state.
+gRPC's threads all the same; they find an inconsistent state, and the child ends with SIGSEGV. Four of five children of
+a process with an open route watch did. Without handlers, the child has no thread of gRPC, and nothing touches gRPC's
+state.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 
 SETTING = "GRPC_ENABLE_FORK_SUPPORT"
 _OFF = frozenset({"0", "f", "false", "n", "no"})
-"""How gRPC's core spells it."""
+"""Texts that gRPC's core reads as false."""
 
 
 def _turn_off() -> bool:
@@ -28,15 +29,15 @@ _grpc_process: int | None = None
 
 
 def grpc_begins() -> None:
-    """Note that this process has gRPC's threads from now on."""
+    """Record that this process has gRPC's threads from now on."""
     global _grpc_process
     _grpc_process = os.getpid()
 
 
 def why_no_grpc() -> str:
-    """Return why this process must not use gRPC, or "" if it may."""
+    """Return the reason why this process must not use gRPC, or "" if it may."""
     if HAS_HANDLERS:
         return f"gRPC was imported with its fork handlers on. Import qmq before grpc, or set {SETTING}=false"
-    if _grpc_process not in (None, os.getpid()):  # it has gRPC's locks, but not its threads: calls would never return
+    if _grpc_process not in (None, os.getpid()):  # it has gRPC's locks without the threads: calls never return
         return "this process was forked from one that uses gRPC"
     return ""

@@ -1,4 +1,4 @@
-"""Shell. The HTTP port of every process: health, metrics, and the process's own pages.
+"""Shell. HTTP port of a process: health, metrics, and the process's own pages.
 
 Connecting needs no token, so a connection must be cheap and short:
 
@@ -6,7 +6,7 @@ Connecting needs no token, so a connection must be cheap and short:
     more connections than `connections_max`    the one that has waited longest for a head is closed; if all are
                                                being answered, the new one
 
-None of that is logged: any stranger could fill the log.
+None of this is logged, because anyone without a token could fill the log.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from qmq.descriptors import HTTP_MAX, socket_family, stop_accepting
 from qmq.types import Host, plain_peer
 
 HEAD_S = 10.0
-"""A client sends the head of a request within milliseconds."""
+"""Time for the head of a request, which clients send within milliseconds."""
 STOP_S = 2
 """Time that a stopping process leaves for its answers."""
 HEADERS = "header X-Api-Token, or Authorization: Bearer"
@@ -67,7 +67,7 @@ class Connection(H11Protocol):
             super().connection_lost(error)
 
     def _make_room(self) -> bool:
-        """Close the connection that has waited longest for a head; False: all are being answered."""
+        """Close the connection that has waited longest for a head; return False if all are being answered."""
         waiting = [
             connection
             for connection in self.connections
@@ -94,7 +94,8 @@ class Connection(H11Protocol):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; port 0: a free one; `::` takes IPv4 too. Raises OSError: the port is taken.
+    """Return a listening socket. Port 0 takes a free port, and `::` accepts IPv4, too. Raises OSError if the port is
+    taken.
 
     Args:
         host: an IP address; see `bind_address`.
@@ -108,7 +109,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def bind_address(host: str) -> str:
-    """Return the IP address of a host to listen on; of a name, an IPv4 one if there is any. Raises OSError."""
+    """Return the IP address of a host to listen on; for a name, an IPv4 address if there is any. Raises OSError."""
     if Host(host).address is not None:
         return host
     found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -158,7 +159,7 @@ class HttpPort:
 
 
 class _Dated:
-    """Adds the time to each answer; Doctor compares clocks with it."""
+    """ASGI application that adds the time to each answer of another one. Doctor compares clocks with it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -198,11 +199,11 @@ class BodyTooLarge(Exception):
 
 
 async def read_body(receive: Receive, *, bytes_max: int, timeout_s: float) -> bytes | None:
-    """Return the body of a request; None: the client left before its end.
+    """Return the body of a request, or None if the client disconnects before its end.
 
     Raises:
-        BodyTooLarge: it is longer than `bytes_max`; the rest was not read.
-        TimeoutError: it did not arrive within `timeout_s`.
+        BodyTooLarge: the body is longer than `bytes_max`; the rest was not read.
+        TimeoutError: the body did not arrive within `timeout_s`.
     """
     pieces, length = [], 0
     async with asyncio.timeout(timeout_s):
@@ -233,12 +234,12 @@ def replay(body: bytes, receive: Receive) -> Receive:
 
 
 async def nothing() -> Message:
-    """A `receive` for an answer that reads no request."""
+    """Serve as `receive` of an answer that reads no request."""
     return {"type": "http.disconnect"}
 
 
 def shown_token(headers: Mapping[str, str]) -> str:
-    """Return the token of a request; empty: none. Prometheus can send only the second form."""
+    """Return the token of a request; empty without one. Prometheus can send only the second form."""
     token = headers.get("x-api-token", "")
     kind, _, bearer = headers.get("authorization", "").partition(" ")
     return token or (bearer.strip() if kind.lower() == "bearer" else "")

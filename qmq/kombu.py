@@ -149,7 +149,7 @@ class Channel(virtual.Channel):  # type: ignore[misc]
             payload: dict[str, Any] = loads(message.get_large(CONTENT, ""))
             properties = payload["properties"]
             properties["delivery_info"]["redelivered"] = message.times > 1
-        except (ValueError, KeyError, TypeError) as error:  # a worker would fail on it for ever
+        except (ValueError, KeyError, TypeError) as error:  # a worker would fail at it again and again
             message.dead_letter_nowait(
                 f"the message is not of kombu: its property {CONTENT!r} is missing or unreadable: {error!r}"
             )
@@ -186,7 +186,9 @@ class Channel(virtual.Channel):  # type: ignore[misc]
         return next((exchange for exchange in exchanges if self.typeof(exchange).type == FANOUT), None)
 
     def take(self, delivery_tag: str) -> ReceivedMessage | None:
-        """Return a message that gets its decision now; None: it has one, as without acks, or its channel is closed."""
+        """Return a message that gets its decision now, or None if it has one (for instance without acks) or its channel
+        is closed.
+        """
         return self._received.pop(delivery_tag, None)
 
     def _subject(self, queue: str) -> str:
@@ -199,7 +201,7 @@ class Channel(virtual.Channel):  # type: ignore[misc]
             self.connection.transient.add(queue)
 
     def queue_declare(self, queue: str | None = None, passive: bool = False, **more: Any) -> Any:
-        """Declare a queue; a passive declaration counts its tasks, which asks each of its broker groups."""
+        """Declare a queue. A passive declaration counts its tasks, with a request to each of its broker groups."""
         if passive and queue is not None:
             return queue_declare_ok_t(queue, self.count_waiting(queue), 0)
         queue = queue or f"amq.gen-{uuid()}"
@@ -207,10 +209,10 @@ class Channel(virtual.Channel):  # type: ignore[misc]
         return queue_declare_ok_t(queue, 0, 0)
 
     def count_waiting(self, queue: str) -> int:
-        """Return how many tasks were not delivered yet.
+        """Return the number of tasks that were not delivered yet.
 
         Raises:
-            ChannelError: the token may not read that, or there is no such queue. OSError, ValueError: no answer.
+            ChannelError: the token may not read the number, or there is no such queue. OSError, ValueError: no answer.
         """
         name, group = self._place(queue)
         words = urlencode({"subject": self._subject(name), "group": group})
@@ -229,7 +231,7 @@ class Channel(virtual.Channel):  # type: ignore[misc]
             self._begin(queue)
 
     def _begin(self, queue: str) -> None:
-        """Begin the group of a fanout exchange's queue: it gets the messages from its declaration on.
+        """Begin the group of a fanout exchange's queue, which gets the messages sent from its declaration on.
 
         Raises:
             NotServed: no broker group answers.
@@ -246,10 +248,10 @@ class Channel(virtual.Channel):  # type: ignore[misc]
         self.connection.begun.add(queue)
 
     def _queue_bind(self, exchange: str, routing_key: str, pattern: str, queue: str) -> None:
-        """Bindings live in the state of the process."""
+        """Do nothing: bindings are in the state of the process."""
 
     def _purge(self, queue: str) -> int:
-        """Ack the tasks that are ready now, and return their number. Those of running workers and later ones stay."""
+        """Ack the tasks that are ready now, and return their number. Tasks at running workers, and later ones, stay."""
         count, tasks = 0, self._of(queue)
         with suppress(Empty):
             while True:
@@ -329,7 +331,7 @@ class Transport(virtual.Transport):  # type: ignore[misc]
         self._consumer: Consumer | None = None
 
     def _addresses(self, client: Any) -> str:
-        """Return the metaservers of `qmq://a;qmq://b`: a connection uses all of them, and one that answers."""
+        """Return the metaservers of `qmq://a;qmq://b`. A connection knows all of them and uses one that answers."""
         urls = [parse_url(url) for url in client.alt] or [{"hostname": client.hostname, "port": client.port}]
         places = [Endpoint(url["hostname"] or "127.0.0.1", url["port"] or self.default_port) for url in urls]
         return ",".join(f"http://{place}" for place in places)
@@ -398,7 +400,7 @@ class Transport(virtual.Transport):  # type: ignore[misc]
 # -- tasks of queues that a worker pulls --------------------------------------------------------------------------
 
 PULL_S = 3_600.0
-"""Of one pull; its end without a message costs nothing."""
+"""Time limit of one pull. An end without a message costs nothing."""
 LOOK_S = 1.0
 """Longest sleep of a thread that waits for tasks; arrivals and acks wake it earlier."""
 
@@ -406,9 +408,9 @@ JOIN_LOOK_S = 0.01
 
 
 class Arrivals:
-    """Signal that a task came, or that one was settled, which makes room for another. Set from any thread.
+    """Signal that a task arrived, or that one was settled, which makes room for another. Set from any thread.
 
-    A thread waits for it, or kombu's event loop, in which Celery's workers run, for the pipe.
+    A thread waits for the signal itself. Kombu's event loop, in which Celery's workers run, waits for the pipe.
     """
 
     def __init__(self) -> None:
@@ -451,7 +453,7 @@ class Arrivals:
 
 
 class Tasks:
-    """Tasks of one queue for one channel: one waits here, others in the broker, for any worker."""
+    """Tasks of one queue for one channel. One task waits here; the others wait in the broker, for any worker."""
 
     def __init__(self, consumer: Consumer, subject: str, arrived: Arrivals, options: dict[str, Any]) -> None:
         self._puller = consumer.pull(subject, prefetch_messages=1, **options)
@@ -489,7 +491,7 @@ class Tasks:
         return self._coming
 
     def close(self) -> None:
-        """Leave: undecided tasks return to the group at once."""
+        """Leave the group; undecided tasks return to it at once."""
         if self._coming is not None:
             self._coming.cancel()
             with suppress(CancelledError, NotServed):

@@ -1,8 +1,8 @@
-"""Shell. The audit's ledger: the part of each broker group's log that was proven, run after run.
+"""Shell. Ledger of the audit: the part of each broker group's log that was proven, run after run.
 
 A directory with one file per broker group, `<group>.jsonl`: a JSON object per line, appended and fsynced, never
-changed. JSON lines, because a run appends one line without reading the file, the CRC exposes a line torn by a crash,
-and an operator reads it with any tool; a Parquet file is written whole, and by Spark alone (decision 36).
+changed. With JSON lines, a run appends one line without reading the file, the CRC shows a line torn by a crash, and an
+operator reads the file with any tool. A Parquet file would be written as a whole, and by Spark alone (decision 36).
 
     crc        CRC-32 of the rest, as JSON with sorted keys
     run        start of the run, UTC: 2026-11-22T01:00:00Z
@@ -98,7 +98,7 @@ class Entry:
 @dataclass(frozen=True)
 class Known:
     """Combined entries of a broker group. `anchor`: the last entry that verified anything. `since`: offset from which
-    everything up to there was verified. Each piece has the number of the run that read it last.
+    everything up to the anchor's `verified` was verified. Each piece has the number of the run that read it last.
     """
 
     runs: int
@@ -107,7 +107,7 @@ class Known:
     since: int = 0
     kept: int | None = None
     wrong: list[dict[str, Any]] = field(default_factory=list)
-    """Findings shared by both copies, at places not read since: the verified offset went past them."""
+    """Findings shared by both copies, at places not read since; the verified offset is behind them."""
 
 
 def encode_entry(entry: Entry) -> bytes:
@@ -145,7 +145,7 @@ class Ledger:
         return _entries(path, path.read_bytes().splitlines(keepends=True) if path.exists() else [])
 
     def newest(self, group: str, count: int) -> list[Entry]:
-        """Return the last entries of a group, like `entries`, without reading the ones before."""
+        """Return the last entries of a group, as `entries` does, without reading the entries before."""
         path, lines, block = self.path(group), list[bytes](), TAIL_BYTES
         with path.open("rb") as file:
             begin = size = file.seek(0, os.SEEK_END)
@@ -154,7 +154,7 @@ class Ledger:
                 file.seek(begin)
                 lines = file.read(size - begin).splitlines(keepends=True)
                 if begin:
-                    del lines[0]  # its begin is missing
+                    del lines[0]  # the begin of the line is missing
                 block *= 4
         last = lines[-count - 1 :]  # one more, as the last one may be torn
         return _entries(path, last, f" of the last {len(last)}")[-count:]
@@ -167,7 +167,7 @@ class Ledger:
         with self.path(entry.group).open("ab") as file:
             with suppress(OSError):  # a file system without locks; two runs at a time are rare
                 fcntl.flock(file, fcntl.LOCK_EX)  # a line being written by another run is not torn
-            size = file.seek(0, os.SEEK_END)  # before the reading: a line added meanwhile is not torn
+            size = file.seek(0, os.SEEK_END)  # before the read, because a line added meanwhile is not torn
             whole = self.path(entry.group).read_bytes().rfind(b"\n") + 1
             if whole < size:
                 file.truncate(whole)
@@ -234,8 +234,8 @@ def lies_in(pieces: Sequence[Piece], offset: int) -> bool:
 
 
 def _without_overlaps(pieces: Mapping[tuple[int, int], tuple[Piece, int]]) -> dict[tuple[int, int], tuple[Piece, int]]:
-    """Keep the last read of two overlapping pieces: runs at one time begin at the same point and end at different
-    ones.
+    """Return the pieces, of two overlapping ones only the one read last. Runs at one time begin at the same offset and
+    end at different ones.
     """
     found: list[tuple[Piece, int]] = []
     for piece, run in sorted(pieces.values()):
@@ -249,9 +249,9 @@ def _without_overlaps(pieces: Mapping[tuple[int, int], tuple[Piece, int]]) -> di
 
 
 def pieces_due(known: Known, start: int, share: int) -> list[Piece]:
-    """Return the old pieces to read again now: the least recently read ones, one part in `share` of the total, at least
-    one. `start`: present start of the logs. The rest of a piece that begins before it has no digest until it is read as
-    a piece of its own.
+    """Return the old pieces to read again now: the least recently read ones, one part in `share` of all, at least one.
+    `start`: present start of the logs. If a piece begins before it, the rest of that piece has no digest until it is
+    read as a piece of its own.
     """
     verified = known.anchor.verified if known.anchor is not None else 0
     old: list[tuple[int, Piece]] = []
@@ -275,7 +275,7 @@ OLD_S = 36 * 3600
 """A nightly run and half a day; a group not proven for longer is overdue."""
 
 Readings = list[tuple[dict[str, str], float]]
-"""Labels and values."""
+"""Samples of a gauge: labels and value of each."""
 
 _GAUGES = {
     "qmq_audit_verified_offset": "Offset up to which both copies of the log were read and found equal",
@@ -347,7 +347,7 @@ def gauges(status: list[dict[str, Any]]) -> str:
 
 
 def gauge(name: str, help_text: str, readings: Iterable[tuple[Mapping[str, str], object]]) -> str:
-    """Return a gauge in Prometheus' text format, for node_exporter's textfile collector: each value with its labels."""
+    """Return a gauge in Prometheus' text format, for node_exporter's textfile collector."""
     lines = [f"# HELP {name} {help_text}", f"# TYPE {name} gauge"]
     for labels, value in readings:
         named = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
@@ -360,7 +360,7 @@ def _escaped(text: str) -> str:
 
 
 def write_gauges(path: Path, ledger: Ledger, *, now_ms: int) -> None:
-    """Write the gauges of a ledger for node_exporter's textfile collector, which never reads half a file."""
+    """Write the gauges of a ledger, as a whole file at once, for node_exporter's textfile collector."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(gauges(all_status(ledger, now_ms)))
     beside.replace(path)

@@ -54,7 +54,7 @@ class Clients(Lifespan):
 
     def check_running(self, connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
         """Raise HTTP 503 if a consumer does not run; a guard for an orchestrator, which restarts the application.
-        Waiting outbox messages do not count: a restart would send none of them.
+        Waiting outbox messages do not count, because a restart would send none of them.
         """
         _raise(self._why_not_running())
 

@@ -1,4 +1,4 @@
-"""Shell. Logging of our processes: one line an event, as text or JSON, with a bound on repetitions.
+"""Shell. Logging of qmq's processes: one line per event, as text or JSON, with a bound on repetitions.
 
     text   2026-01-31T12:00:00.123Z WARNING qmq.server slave fenced term=7 offset=81920
     json   {"time": …, "level": …, "logger": …, "message": …, "fields": {"term": "7", "offset": "81920"}}
@@ -39,7 +39,7 @@ _FIELD = re.compile(r"(?:^|\s)([a-z][a-z0-9_]*)=(\S+)")
 
 
 class Bounded(logging.Filter):
-    """Drops repeated lines, and lines beyond the bound of their cause."""
+    """Filter that drops repeated lines, and lines beyond the bound of their cause."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,12 +49,12 @@ class Bounded(logging.Filter):
         """Reset all counts."""
         self._logged: dict[tuple[str, str], float] = {}
         self._causes: dict[tuple[str, int], tuple[float, int, int]] = {}
-        """By place: begin of its period, lines since then, dropped lines."""
+        """Place in the code -> begin of its period, lines since then, dropped lines."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         try:
             message = record.getMessage()
-        except Exception:  # a value's __str__ fails: handlers report it, and the logging code sees no error
+        except Exception:  # a value's __str__ fails: handlers report that, and the code that logs gets no error
             return True
         text, now = (record.name, message), record.created
         if now - self._logged.get(text, 0.0) < REPEAT_S:
@@ -82,8 +82,8 @@ MESSAGE_FIELDS = ("message_id", "subject", "group", "attempt")
 
 
 class MessageFields(logging.Filter):
-    """Adds the handled message to each record that a handler logs, as attributes named in `MESSAGE_FIELDS`; of a list,
-    the first one. Other records get empty texts.
+    """Filter that adds the handled message (of a list, the first one) to each record that a handler logs, as the
+    attributes of `MESSAGE_FIELDS`. Other records get empty texts.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -98,7 +98,7 @@ class MessageFields(logging.Filter):
 
 
 LIBRARY = Bounded()
-"""For library modules: the handlers are the application's, so each logger has the bound."""
+"""Filter of library modules. Their log handlers are the application's, so each logger has the bound."""
 
 
 def bounded(name: str) -> logging.Logger:
@@ -109,7 +109,7 @@ def bounded(name: str) -> logging.Logger:
 
 
 class Text(logging.Formatter):
-    """Formats an event as one line of text, for any content of message or traceback."""
+    """Formatter of an event as one line of text, for any content of message or traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = f"{_time(record)} {record.levelname} {record.name} {record.getMessage()}"
@@ -120,7 +120,7 @@ class Text(logging.Formatter):
 
 
 class Json(logging.Formatter):
-    """Formats an event as one JSON object in a line."""
+    """Formatter of an event as one JSON object in a line."""
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage()
@@ -168,7 +168,7 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def retrieve_error(task: asyncio.Future[Any]) -> None:
-    """Retrieve the error of a task without a needed result; otherwise asyncio logs it. For `add_done_callback`."""
+    """Retrieve the error of a task whose result nothing needs, which asyncio would log. For `add_done_callback`."""
     if not task.cancelled():
         task.exception()
 

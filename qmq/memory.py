@@ -1,11 +1,11 @@
-"""Shell. Keeps Python's cycle collector from stopping a server's loop, and measures memory.
+"""Shell. Memory of a server: Python's cycle collector, which must not stop its loop, and measurements.
 
-By default the collector runs when the number of objects has grown enough, however many it must visit. Under steady
-load a broker frees one object for each new one, so it does not run for seconds; then it looks at half a million young
-objects in one piece: 40-110 ms, measured at 1,000 messages a second. A full collection stops a metaserver with 100,000
+By default the collector runs when the number of objects has grown enough, however many it must visit. Under steady load
+a broker frees one object for each new one, so the collector does not run for seconds. Then it visits half a million
+young objects at once: 40-110 ms, measured at 1,000 messages a second. A full collection stops a metaserver with 100,000
 subjects for 0.9 s, after each growth by a quarter.
 
-So it runs by the clock, while there is little to look at, more rarely in an idle process; and once an hour over
+So it runs by the clock, while there is little to visit, more rarely in an idle process; and once an hour over
 everything. Most garbage that waits for that hour is small: a closed connection leaves eight objects in a cycle and
 frees its buffers before. Large garbage shows as growing memory. So a full collection also runs when memory has grown by
 a quarter, and by `GROWTH_BYTES`.
@@ -32,15 +32,15 @@ from qmq.ticking import SECOND_S, until_next_second
 
 YOUNG_S = 0.1
 MIDDLE_EVERY = 4
-"""Collections of young objects before one of the older generation."""
+"""Number of collections of young objects per collection of the older generation."""
 FULL_S = 3600.0
 GROWTH_BYTES = 64 << 20
 LOOK_EVERY = 10
-"""Collections between two measurements of memory."""
+"""Number of collections between two measurements of memory."""
 IDLE_PASSES = 10
-"""Collections in a row that found next to nothing, after which it pauses until one finds more."""
+"""Number of collections in a row that find next to nothing, after which collections are rare until one finds more."""
 FEW = 2000
-"""Fewer new objects are not worth a collection in an idle process."""
+"""Number of new objects below which an idle process needs no collection."""
 QUICK_S = 0.0003
 """Duration of a collection that finds next to nothing. The first one of a steady load takes a few ms more: it covers a
 second of objects instead of a tenth.
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 def without_frames(work: Callable[[], T]) -> T:
-    """Run `work`. The traceback of its error keeps the lines and drops the variables."""
+    """Run `work` and return its result. If it raises, the error's traceback keeps the lines and drops the variables."""
     try:
         return work()
     except BaseException as error:
@@ -92,7 +92,7 @@ def _full_is_due() -> tuple[float, int]:
 
 
 def memory_bytes() -> int:
-    """Return the memory of this process, without pages shared with files; 0: unknown."""
+    """Return the memory of this process, without pages shared with files; 0 if it is unknown."""
     try:
         return used_bytes()
     except OSError:
@@ -124,7 +124,9 @@ def used_bytes() -> int:
 
 @cache
 def _statm(pid: int) -> int:
-    """Opened once, because it is read each second; by each forked process anew, because it shows its opener."""
+    """Return a descriptor of the process's memory file. Opened once, because it is read each second, and anew by each
+    forked process, because it shows the process that opened it.
+    """
     return opening(lambda: os.open(f"/proc/{pid}/statm", os.O_RDONLY))
 
 

@@ -30,7 +30,7 @@ EXPIRES_AFTER = "qmq_consumerExpiresAfter"
 and has no effect.
 """
 TIMES = "qmq_times"
-"""Number of the first delivery from a group's mailbox."""
+"""Delivery number of the first delivery from a group's mailbox."""
 CONTENT_TYPE, CONTENT_ENCODING = "qmq_contentType", "qmq_contentEncoding"
 """Media type of the body, and its compression ("zstd"); absent without."""
 TYPES = "qmq_types"
@@ -53,13 +53,13 @@ class Message:
             1970 UTC), at most 32,767 bytes each (see `set_large`), and are received with their types. Names that begin
             with "qmq_" are reserved. An enumeration based on str, int or float is sent as its value, here and in all
             other arguments.
-        body: content as bytes, up to the message limit (docs/payloads.md). None: no body.
+        body: content as bytes, up to the message limit (docs/payloads.md); None for no body.
         content_type: media type of the body, such as "application/json".
         tags: at most 10 words that consumers may filter by.
-        id: at most 100 bytes, unique and kept through every retry; made by the producer if it is not given.
+        id: at most 100 bytes, unique and kept through every retry; by default made by the producer.
         order_key: messages with the same subject and key are delivered one at a time, in the order of sending.
-        retries_max: delivery attempts until it becomes a dead letter; by default the listener's number.
-        expires_after: seconds or a timedelta from its send or due time, after which no handler gets it.
+        retries_max: delivery attempts until the message becomes a dead letter; by default the listener's number.
+        expires_after: seconds or a timedelta from the send or due time, after which no handler gets the message.
 
     A received message also has `created_ms`, by the producer's clock, in ms since 1970 UTC.
     """
@@ -225,7 +225,7 @@ class Message:
     # Properties.
 
     __iter__: ClassVar[None] = None
-    """A message is not a sequence: without this, Python would iterate over `[0]`, `[1]` and so on."""
+    """None, because a message is not a sequence. Without this, Python would iterate over `[0]`, `[1]` and so on."""
 
     def __getitem__(self, name: str) -> Value:
         return self.properties[name]
@@ -301,7 +301,7 @@ class Message:
     # Large texts.
 
     def set_large(self, name: str, text: str) -> None:
-        """Set a property of any length: above 8,192 characters as `name#part0`, `name#part1`, …, as QMQ does."""
+        """Set a property of any length. Above 8,192 characters it becomes `name#part0`, `name#part1`, …, as in QMQ."""
         name, text = plain(name), plain(text)
         properties = {key: value for key, value in self.properties.items() if not _is_part(key, name)}
         properties.pop(name, None)
@@ -369,7 +369,9 @@ def _base_type(kind: type) -> str:
 
 
 def with_types(properties: Mapping[str, str], types: str) -> dict[str, Value]:
-    """Return properties with the types of `types_of`. Reserved ones stay texts; if `types` does not match, all do."""
+    """Return properties with the types of `types_of`. Reserved ones stay texts; all stay texts if `types` does not
+    match.
+    """
     found: dict[str, Value] = {**properties}
     end = len(RESERVED)
     names = [name for name in properties if name[:end] != RESERVED]

@@ -23,19 +23,25 @@ BODY_BYTES_MAX = 64 * MIB
 MESSAGE_BYTES_MAX = BODY_BYTES_MAX + MIB
 REQUEST_BYTES_MAX = MESSAGE_BYTES_MAX + MIB
 FRAME_BYTES_MAX = 72 * MIB
-"""No frame's body is longer. A larger length is damage and is not followed."""
+"""Longest body of a frame. A larger length is damage, so the reader does not skip by it."""
 SYNC_PACKET_BYTES_MAX = FRAME_BYTES_MAX + MIB
 ANSWER_BYTES_MAX = FRAME_BYTES_MAX + 8 * MIB
 
 OLDER_MESSAGE_BYTES_MAX = 32 * MIB
-"""Highest `message_bytes_max` before; up to it, `packet_bytes_max` and `window_bytes` may be lower than a message."""
+"""Highest `message_bytes_max` of earlier versions. Up to it, `packet_bytes_max` and `window_bytes` may be lower than a
+message.
+"""
 OLDER_FRAME_BYTES_MAX = 64 * MIB - 1024
-"""Packets between copies ended at 64 MiB, with the frame's header."""
+"""Longest body of a frame in earlier versions, whose packets between copies ended at 64 MiB, the frame's header
+included.
+"""
 RECURRING_BYTES_MAX = 32 * MIB - 1024
-"""Message of a recurring schedule: a carry frame holds it twice, and older slaves read that frame, too."""
+"""Largest message of a recurring schedule: a carry frame holds it twice, and slaves of earlier versions must read that
+frame.
+"""
 
 LARGE_BYTES_MIN = 1 << 18
-"""Size from which on copies and searches of a message are avoided: a MiB takes 1.1 and 1.3 ms."""
+"""Size above which copies and searches of a message are avoided: they take 1.1 and 1.3 ms per MiB."""
 REQUEST_OVERHEAD_BYTES = 1024
 """Part of a request around one message: headers, subject, end offsets, label."""
 

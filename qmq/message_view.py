@@ -43,7 +43,7 @@ _ACTIVE = re.compile(
     "\ufff0-\ufffb\U000e0000-\U000e0fff]"
 )
 LINE_BYTES, ROW_BYTES = 24, 16
-"""Bytes of a binary body on a line, and on each row of a dump."""
+"""Bytes of a binary body on one line, and on each row of a dump."""
 
 
 def body_json(
@@ -54,7 +54,7 @@ def body_json(
     Args:
         stored: the body as it is stored, or its begin.
         size: size of the whole body as it is stored.
-        bytes_max: cut the decompressed body to this size; `BODY_BYTES_MAX`: a whole one.
+        bytes_max: size to which the decompressed body is cut; `BODY_BYTES_MAX` for the whole body.
     """
     data, problem, is_whole = stored, "", len(stored) == size
     if encoding and stored:
@@ -74,7 +74,9 @@ def body_json(
 
 
 def _text(data: bytes, content_type: str, *, is_cut: bool) -> str | None:
-    """Return a body as text, or None if it is none: by its type, or by its bytes if the type is open."""
+    """Return a body as text, or None if it is not text, judged by its type, or by its bytes if the type does not
+    decide.
+    """
     if _BINARIES.match(content_type):
         return None
     try:
@@ -88,7 +90,7 @@ def body_bytes(message: Mapping[str, Any]) -> bytes | None:
     """Return the whole body in a message's JSON, or None without one.
 
     Raises:
-        ValueError: it is cut, compressed, or no body; the text names the remedy.
+        ValueError: the body is cut, compressed, or not valid; the text names the remedy.
     """
     text, base64 = message.get("body"), message.get("bodyBase64")
     if text is not None and base64 is not None:
@@ -155,7 +157,7 @@ def hex_dump(data: bytes) -> str:
 
 
 def properties_json(properties: Mapping[str, Value]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return properties as JSON has them, and the types of those that it has as texts."""
+    """Return properties as values of JSON, and the types of those that JSON represents as texts."""
     shown, types = dict[str, Any](properties), dict[str, str]()
     for name, value in properties.items():
         if isinstance(value, datetime):

@@ -70,6 +70,6 @@ def register(registry: CollectorRegistry = REGISTRY) -> None:
     """Add the clients' metrics to a registry.
 
     Raises:
-        ValueError: they are there already.
+        ValueError: the registry has these metrics already.
     """
     registry.register(ClientCollector())

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 OF_SUBJECT = "*"
-"""In place of a consumer group: limits of the subject itself."""
+"""Value in place of a consumer group, for limits of the subject itself."""
 
 
 class OperatorLimits(NamedTuple):
@@ -20,19 +20,21 @@ class OperatorLimits(NamedTuple):
     group: str
     """A consumer group, or OF_SUBJECT."""
     expires_after_s: int = 0
-    """Of a subject: age after which a group no longer gets a message."""
+    """For a subject: age after which a group no longer gets a message."""
     expired_die: bool = False
-    """Of a subject: expired messages become dead letters of the group."""
+    """For a subject: whether expired messages become dead letters of the group."""
     messages_max: int = 0
-    """Of a subject: maximum of messages waiting for a consumer group, per broker group."""
+    """For a subject: maximum of messages waiting for a consumer group, per broker group."""
     drops_oldest: bool = False
-    """Of a subject: drop the consumer group's oldest messages above the maximum; otherwise reject producers."""
+    """For a subject: whether the consumer group's oldest messages above the maximum are dropped; otherwise producers
+    are rejected.
+    """
     per_second: int = 0
-    """Of a consumer group: messages a second, from each broker group."""
+    """For a consumer group: messages a second, from each broker group."""
     bytes_max: int = 0
-    """Same in bytes."""
+    """For a consumer group: bytes a second, from each broker group."""
     dead_letters_to: str = ""
-    """Of a consumer group: subject of its dead letters, in place of `%DEAD_RETRY%subject%group`."""
+    """For a consumer group: subject of its dead letters, in place of `%DEAD_RETRY%subject%group`."""
 
     @property
     def key(self) -> tuple[str, str]:

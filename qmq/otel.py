@@ -40,7 +40,7 @@ SYSTEM = {"messaging.system": "qmq"}
 
 
 def inject(message: Message, context: Context | None = None) -> None:
-    """Set the context of `message`, by default to the current one; replaces an earlier one."""
+    """Set the context of `message` to `context`, by default the current one; replaces an earlier context."""
     carrier: dict[str, str] = {}
     propagate.inject(carrier, context)
     if carrier:
@@ -68,8 +68,8 @@ class Sending:
 
     @contextmanager
     def _until_known(self, message: Message) -> Iterator[End]:
-        """Begin the spans of a message and set its context; yield the function that ends them. An exception ends them
-        too.
+        """Begin the spans of a message and set its context; yield the function that ends the spans. An exception ends
+        them, too.
         """
         span = self._tracer.start_span("Qmq.Produce.Send", kind=SpanKind.PRODUCER, attributes=SYSTEM)
         span.set_attribute("subject", message.subject)
@@ -298,7 +298,7 @@ def observe(meter_provider: MeterProvider | None = None) -> None:
 
 
 def _observed(name: str, _: CallbackOptions, *, is_sum: bool | None = None) -> list[Observation]:
-    """Return one instrument's values; of a histogram, of the buckets or the sum."""
+    """Return the values of one instrument: for a histogram, those of the buckets or of the sum."""
     values: dict[tuple[str, ...], float] = {}
     for sample in read():
         if sample.name == name and (is_sum is None or (sample.labels[-1] == SUM) is is_sum):

@@ -36,7 +36,7 @@ def plain_text(noun: str, value: str, *, is_blank_allowed: bool = True) -> str:
     """Return a text as a plain str.
 
     Raises:
-        InvalidRequest: it is no str; a secret of pydantic, for instance, must be unwrapped first. Or it is blank.
+        InvalidRequest: the value is blank, or no str; a secret of pydantic, for instance, must be unwrapped first.
     """
     if not is_blank_allowed and isinstance(value, str) and not value.strip():
         raise InvalidRequest(f"{noun} is blank, {value!r}: an environment variable may be missing")

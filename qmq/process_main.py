@@ -33,7 +33,7 @@ class ProcessSettings(Protocol):
 S = TypeVar("S", bound=ProcessSettings)
 
 Serve = Callable[[S, asyncio.Event], Coroutine[Any, Any, bool]]
-"""Serves until the event is set. Returns whether a thread still waits for its database."""
+"""Function that serves until the event is set, and returns whether a thread still waits for its database."""
 
 
 def run_process(

@@ -31,7 +31,7 @@ def register_process(registry: CollectorRegistry) -> None:
 
 
 def version_of(process: str) -> Metric:
-    """Running build, as a gauge that is always 1."""
+    """Return the running version, as a gauge that is always 1."""
     info = GaugeMetricFamily(f"qmq_{process}_info", "Always 1; its labels name the version.", labels=["version"])
     info.add_metric([VERSION], 1)
     return info
@@ -54,7 +54,7 @@ def process_figures(data: Path | None = None) -> pb.ProcessFigures:
 
 
 class Reader(Collector):
-    """Exports the samples of a function, called at each scrape."""
+    """Collector of the samples of a function, which is called at each scrape."""
 
     def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
         self._read = read

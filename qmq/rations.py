@@ -8,16 +8,18 @@ from qmq.errors import Overloaded
 from qmq.rights import Caller, TokenRole
 
 NAMES_MAX = 100_000
-"""Number of remembered tokens; beyond it all are forgotten at once."""
+"""Limit of remembered tokens; at the limit all are forgotten at once."""
 PRODUCERS_MAX = 64
-"""Remembered producers of one connection, which usually has one."""
+"""Limit of remembered producers per connection, which usually has one producer."""
 BURST_MS = 1_000
-"""Burst of bytes. With less, a batch of the usual megabyte would stop a token for longer than its sending takes."""
+"""Time whose bytes may come at once. With less, a batch of the usual megabyte would stop a token for longer than
+sending it takes.
+"""
 
 
 class NewSubjects:
-    """Bound on the new subjects of each token's clients: per minute, in a bucket per token name, and since the process
-    began.
+    """Bound on the new subjects of each token's clients: per minute, with a bucket per token name, and since the
+    process began.
     """
 
     noun = "subjects"
@@ -29,7 +31,9 @@ class NewSubjects:
         self._made: dict[str, int] = {}
 
     def allow(self, caller: Caller, wanted: int, *, now_ms: int) -> int:
-        """Return how many of `wanted` new names may be created now; the others later. `now_ms` never goes back."""
+        """Return how many of `wanted` new names may be created now; the others may be created later. `now_ms` is
+        monotonic.
+        """
         if caller.role == TokenRole.CLUSTER:
             return wanted
         if len(self._left) > NAMES_MAX:
@@ -44,7 +48,7 @@ class NewSubjects:
         return allowed
 
     def allowed(self, caller: Caller, wanted: int, *, now_ms: int) -> tuple[int, str]:
-        """Return the count of `allow`, and the reason for the rest; empty if all may be created."""
+        """Return the result of `allow`, and the reason why the rest must wait; empty if all may be created."""
         count = self.allow(caller, wanted, now_ms=now_ms)
         return count, "" if count == wanted else str(self.why_not(caller))
 
@@ -64,7 +68,7 @@ class TokenGroups(NewSubjects):
     noun = "consumer groups"
 
     def ended(self, caller: Caller) -> None:
-        """Free the place of a group that was forgotten."""
+        """Count a group no more, after it was deleted."""
         if (made := self._made.pop(caller.name, 0)) > 1:
             self._made[caller.name] = made - 1
 
@@ -80,7 +84,9 @@ class TokenGroups(NewSubjects):
 
 
 class NewProducers(NewSubjects):
-    """Bound on the producers of each token's clients that begin here: each takes the place of another one's window."""
+    """Bound on the new producers of each token's clients at this process, because each of them replaces another's
+    window.
+    """
 
     def __init__(self, per_minute: int) -> None:
         super().__init__(per_minute, 1 << 62)
@@ -93,17 +99,17 @@ class NewProducers(NewSubjects):
 
 
 class SentBytes:
-    """Bound on the bytes a second of each token's clients. One second's worth may come at once, or one larger batch;
-    further bytes wait until those are paid for. Made only where a bound is set.
+    """Bound on the bytes a second of each token's clients. The bytes of one second may come at once, or one larger
+    batch; further bytes wait until these have taken their time. Made only if a bound is set.
     """
 
     def __init__(self, per_second: int) -> None:
         self._per_second = per_second
         self._paid_ms: dict[str, float] = {}
-        """Token name -> time at which its bytes are paid for."""
+        """Token name -> time by which its bytes have taken their time."""
 
     def take(self, caller: Caller, size: int, *, now_ms: int) -> None:
-        """Count bytes. `now_ms` never goes back. Raises Overloaded: the bytes are rejected and not counted."""
+        """Count bytes; raises Overloaded if they are rejected, and then counts none. `now_ms` is monotonic."""
         paid_ms = max(self._paid_ms.get(caller.name, 0.0), now_ms)
         if paid_ms - now_ms >= BURST_MS:
             limit = "token_bytes_per_s"
@@ -122,25 +128,25 @@ class Ration:
     """
 
     holder = ""
-    """Name of the token; empty without one."""
+    """Name of the token; empty without a token."""
     subscriptions_max = 1 << 62
     """Bound on the subscriptions of this token's clients at one master."""
 
     def begin_producer(self, producer: int) -> None:
-        """Count a producer without a window here. Raises Overloaded: it is rejected and not counted."""
+        """Count a producer that has no window yet; raises Overloaded if it is rejected."""
 
     def begin_group(self) -> None:
-        """Count a new consumer group. Raises Overloaded: it is rejected and not counted."""
+        """Count a new consumer group; raises Overloaded if it is rejected."""
 
     def end_group(self) -> None:
-        """Count a group of `begin_group` no more: it was forgotten, or belongs to another master now."""
+        """Count a group of `begin_group` no more, because it was deleted, or belongs to another master now."""
 
     def write(self, size: int) -> None:
-        """Count bytes. Raises Overloaded: they must not be written and are not counted."""
+        """Count bytes; raises Overloaded if they must not be written."""
 
 
 class TokenRation(Ration):
-    """Share of one client in its token's bounds. Made by the acceptor; `now_ms` never goes back."""
+    """Share of one client in its token's bounds. Made by the acceptor; `now_ms` is monotonic."""
 
     def __init__(
         self,
@@ -160,7 +166,7 @@ class TokenRation(Ration):
         self._now_ms = now_ms
         self._producers = producers
         self._begun: dict[int, None] = {}
-        """Producers counted before: one whose window is forgotten again and again counts once per connection."""
+        """Producers that were counted. A producer whose window is forgotten repeatedly counts once per connection."""
 
     def begin_producer(self, producer: int) -> None:
         if self._producers is None or producer in self._begun:

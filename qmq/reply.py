@@ -31,7 +31,7 @@ from qmq.message import Message
 REPLY_SUBJECT, REPLY_ID = "qreply_subject", "qreply_id"
 
 CLOCKS_DIFFER = timedelta(seconds=60)
-"""Answers are read from this long before the requester began, by the brokers' clocks."""
+"""Answers are read from this time before the requester's begin on, by the brokers' clocks."""
 PULL_MESSAGES, PULL_TIMEOUT_S = 1_000, 60.0
 
 
@@ -70,7 +70,7 @@ class Requester:
         self._puller = self._consumer.pull(self._reply_subject, broadcast=True, tags=(self._name,), start=start)
 
     async def __aenter__(self) -> Requester:
-        self._name_anew()  # forked workers would take each other's answers
+        self._name_anew()  # otherwise forked workers would take each other's answers
         await self._puller.__aenter__()
         if self._makes_own:
             self._own = self._producer = await Producer().__aenter__()

@@ -1,4 +1,4 @@
-"""Core. Rights of a token: its role, and the subjects and broker groups it is limited to.
+"""Core. Rights of a token: its role, and the subjects and broker groups to which it is limited.
 
     viewer      lists and states
     operator    the rights of a viewer; marks, drains, switches, offsets, routes
@@ -9,9 +9,9 @@
 
 A pattern of a subject is an exact name, or a prefix that ends with `*`. It grants producing, consuming and redriving;
 with `produce:`, `consume:` or `redrive:` before it, only one of them. Retry and dead-letter subjects are read with the
-right to consume from the real subject, and written by brokers. Putting messages into a retry subject, as Redrive and a
-delay group's long retries do, is a right of its own, named by the real subject or by the retry subject: it reaches only
-one consumer group. Only brokers write dead letters.
+right to consume from the real subject, and written by brokers. To put messages into a retry subject, as Redrive and a
+delay group's long retries do, is a right of its own, because it reaches only one consumer group. It is named by the
+real subject or by the retry subject. Only brokers write dead letters.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ class Scope:
         return not self.subjects
 
     def may(self, right: str, subject: str) -> bool:
-        """Return whether `subject` is within PRODUCE, CONSUME or REDRIVE; producing to a mailbox is redriving."""
+        """Return whether the right PRODUCE, CONSUME or REDRIVE includes `subject`. To produce to a mailbox needs
+        REDRIVE.
+        """
         if right == PRODUCE and is_derived_name(subject):
             right = REDRIVE
         if right == REDRIVE and subject.startswith(f"{DEAD_LETTER}%"):
@@ -112,7 +114,7 @@ EVERYTHING = Scope()
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Caller of a request: the token's name and rights, and its address."""
+    """Caller of a request: name and rights of its token, and its address."""
 
     name: str
     role: TokenRole
@@ -129,7 +131,7 @@ class Caller:
             raise MissingRight(f"token {self.name!r} has the role {self.role}; this needs {names}")
 
     def require_subject(self, right: str, subject: str) -> None:
-        """Raise MissingRight unless the token may `right` (PRODUCE, CONSUME) the subject."""
+        """Raise MissingRight unless the token has `right` (PRODUCE, CONSUME) to the subject."""
         if not self.scope.may(right, subject):
             to = "from" if right == CONSUME else "to"
             why = "it is limited to other subjects"
@@ -145,7 +147,7 @@ class Caller:
 
 
 def check_patterns(noun: str, patterns: Iterable[str], *, rights: bool) -> tuple[str, ...]:
-    """Return the patterns if each is legal; `rights`: they may begin with `produce:`, `consume:` or `redrive:`.
+    """Return the patterns if each is legal. With `rights` they may begin with `produce:`, `consume:` or `redrive:`.
 
     Raises:
         InvalidName: a pattern breaks a rule.

@@ -1,6 +1,6 @@
-"""Shell. The acceptor of a gRPC server: rejects calls without a token of a role in the method's entry.
+"""Shell. Acceptor of a gRPC server: it rejects calls whose token has none of the roles in the method's entry.
 
-Every server of ours has one. Methods missing in the table are refused for all callers.
+Every server of qmq has one. Methods that the table lacks are refused for all callers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _caller: ContextVar[Caller] = ContextVar("caller")
 
 
 def caller() -> Caller:
-    """Caller of the current call. Set within a method that the acceptor let in, for its task only."""
+    """Return the caller of the current call. Set in the task of a call that the acceptor accepted."""
     return _caller.get()
 
 
 class RpcAcceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio comes without types
-    """Made by main, for one server.
+    """Interceptor of one server. Made by main.
 
     Args:
         needed: roles that each method requires.
@@ -81,6 +81,6 @@ _STATUS: Mapping[type[BaseException], grpc.StatusCode] = {
 
 
 def status_of(error: QmqError) -> grpc.StatusCode:
-    """Return the gRPC status of the nearest class in the table, else UNAVAILABLE: the caller repeats."""
+    """Return the gRPC status of the nearest class in the table, or UNAVAILABLE, at which the caller repeats."""
     found = (_STATUS[cls] for cls in type(error).__mro__ if cls in _STATUS)
     return next(found, grpc.StatusCode.UNAVAILABLE)

@@ -40,13 +40,15 @@ def setting(
     one_of: tuple[str, ...] = (),
     secret: bool = False,
 ) -> Any:
-    """Declare a field of a settings dataclass; `why`: its purpose, and the origin of the default."""
+    """Declare a field of a settings dataclass. `why` states its purpose, and the reason for the default."""
     metadata = {"why": why, "unit": unit, "least": least, "most": most, "one_of": one_of, "secret": secret}
     return dataclasses.field(default=default, metadata=metadata, kw_only=True)
 
 
 def advertising_complaints(host: str, advertised: str) -> Iterator[str]:
-    """Yield why others cannot connect to a process that listens on `host` and advertises `advertised`, or `host`."""
+    """Yield the reasons why others cannot connect to a process that listens on `host` and advertises `advertised`, or
+    `host`.
+    """
     if not advertised and Host(host).is_any:
         yield f"advertised_ip: missing; host {host} stands for all addresses: set the one that others connect to"
     if advertised and Host(advertised).is_any:

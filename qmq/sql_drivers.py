@@ -81,13 +81,15 @@ SYSTEM = "system"
 
 
 class Tls(NamedTuple):
-    """TLS of a connection: mode of TLS_MODES, and paths of PEM files. Its text is a URL's query in libpq's words."""
+    """TLS of a connection: mode of TLS_MODES, and paths of PEM files. Written as a URL's query, in libpq's words."""
 
     mode: str = ""
     ca: str = ""
-    """Certificate of the authority that signed the server's; SYSTEM: those of the machine, with PostgreSQL."""
+    """Certificate of the authority that signed the server's certificate; SYSTEM for the machine's authorities, with
+    PostgreSQL.
+    """
     cert: str = ""
-    """Certificate of this client, if the server asks for one."""
+    """Certificate of this client, if the server requires one."""
     key: str = ""
 
     @classmethod
@@ -119,7 +121,7 @@ class Tls(NamedTuple):
             raise ValueError("a client's certificate needs sslmode require, verify-ca or verify-full")
 
     def words(self) -> dict[str, str]:
-        """Return the parts that are given, in libpq's words: arguments of psycopg's `connect`."""
+        """Return the given parts in libpq's words, as arguments of psycopg's `connect`."""
         return {_WORDS[name]: value for name, value in self._asdict().items() if value}
 
     def query(self) -> str:
@@ -129,7 +131,7 @@ class Tls(NamedTuple):
         """Return arguments of pymysql's `connect`.
 
         Raises:
-            ValueError: its driver has no such mode.
+            ValueError: MariaDB's driver has no such mode.
         """
         if self.mode in _OFFERED:
             raise ValueError(f"MariaDB's driver has no sslmode {self.mode}; it is one of {', '.join(TLS_MODES[1:])}")
@@ -146,13 +148,13 @@ class Tls(NamedTuple):
 
 _WORDS = {"mode": "sslmode", "ca": "sslrootcert", "cert": "sslcert", "key": "sslkey"}
 TLS_WORDS = tuple(_WORDS.values())
-"""Of a URL's query."""
+"""Words of a URL's query about TLS."""
 
 
 def registered(url: str) -> tuple[str, str]:
     """Split the stored URL of a registered database into its name and the query of its TLS.
 
-    The name identifies it: another registration of the same database replaces its TLS. A file has none.
+    The name identifies the database: another registration of it replaces its TLS. A database in a file has no TLS.
     """
     name, _, query = url.partition("?") if not url.startswith("sqlite:") else (url, "", "")
     return name, query

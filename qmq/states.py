@@ -33,11 +33,11 @@ F = TypeVar("F")
 _EVENT_TYPES = Enum, type
 
 TRANSITIONS_KEPT = 100
-"""Enough to see the way to a state, for a person."""
+"""Length of a history, in which a person can see the way to a state."""
 
 
 class Transition(NamedTuple):
-    """One move of a machine; `at_ms` is the time of its owner's clock, 0 where the owner has none."""
+    """Transition of a machine; `at_ms` is the time by its owner's clock, or 0 if the owner has none."""
 
     before: Enum
     event: str
@@ -49,7 +49,7 @@ class Transition(NamedTuple):
 
 
 class TransitionTable(Generic[S]):
-    """Legal transitions. A module's constant, shared by all machines of the kind.
+    """Table of legal transitions. A module's constant, shared by all machines of one kind.
 
     Args:
         initial: first state of a machine.
@@ -60,7 +60,7 @@ class TransitionTable(Generic[S]):
         self.initial = initial
         self.moves: dict[tuple[S, object], S] = dict(moves)
         self.following: dict[S, dict[object, tuple[S, str]]] = {state: {} for state in type(initial)}
-        """State -> event type -> next state and the event's name: a batch of messages makes two moves."""
+        """State -> event type -> next state, and the event's name. Looked up twice per batch of messages."""
         for (state, event), after in self.moves.items():
             self.following[state][event] = after, event_name(event)
         self.illegal: int = 0
@@ -76,7 +76,7 @@ class TransitionTable(Generic[S]):
         """Return the state after `event`.
 
         Raises:
-            IllegalTransition: the table has no such move.
+            IllegalTransition: the table has no such transition.
         """
         after = self.moves.get((state, event_type(event)))
         if after is None:
@@ -116,7 +116,7 @@ class Machine(Generic[S]):
         """Move by `event` and return the new state.
 
         Raises:
-            IllegalTransition: the table has no such move. State is unchanged.
+            IllegalTransition: the table has no such transition. State is unchanged.
         """
         before = self.state
         move = self.table.following[before].get(event if isinstance(event, _EVENT_TYPES) else type(event))

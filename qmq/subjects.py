@@ -28,7 +28,7 @@ def check_name(noun: str, name: str) -> str:
     character.
 
     Raises:
-        InvalidName: it breaks a rule. `noun` names the argument, for instance "subject".
+        InvalidName: the name breaks a rule. `noun` names the argument, for instance "subject".
     """
     if not isinstance(name, str):
         raise InvalidName(f"{noun} is a str, not {name!r:.100}: give its text")
@@ -93,7 +93,7 @@ def is_derived_name(name: str) -> bool:
 
 
 def real_subject(name: str) -> str:
-    """Return the subject with the broker groups that hold the messages of `name`: itself, or the real subject of a
+    """Return the subject whose broker groups hold the messages of `name`: `name` itself, or the real subject of a
     derived one.
     """
     derived = parse_derived(name)
@@ -101,7 +101,9 @@ def real_subject(name: str) -> str:
 
 
 def is_dead_letter_subject(name: str) -> bool:
-    """Return whether a subject holds dead letters, which are delivered without limit and never die again."""
+    """Return whether a subject holds dead letters, which are delivered without limit and never become dead letters
+    again.
+    """
     derived = parse_derived(name)
     return derived is not None and derived.kind == DEAD_LETTER
 
@@ -110,7 +112,7 @@ def check_subject(name: str) -> str:
     """Return the name of a real or derived subject if it is legal; in a derived one, both parts may have 100 bytes.
 
     Raises:
-        InvalidName: it breaks a rule.
+        InvalidName: the name breaks a rule.
     """
     name = plain(name)
     derived = parse_derived(name) if isinstance(name, str) else None

@@ -1,14 +1,16 @@
-"""Core. One moment for all timers of a process that fire about once a second.
+"""Core. Common time for all timers of a process that fire about once a second.
 
-Waking costs an idle process more than its work: 0.1 ms, measured. So heartbeats and looks at the clock that are due
-each second share one moment, the whole seconds of the monotonic clock.
+To wake up costs an idle process more than its work: 0.1 ms, measured. So heartbeats and checks that are due each second
+all run at the whole seconds of the monotonic clock.
 """
 
 from __future__ import annotations
 
 SECOND_S = 1.0
 LEAST = 0.2
-"""A timer that fired a little early does not fire again at once; so two are at most 1.2 s apart."""
+"""Shortest wait, so that a timer that fired a little early does not fire again at once. Two are thus at most 1.2 s
+apart.
+"""
 
 
 def until_next_second(now_s: float, second_s: float = SECOND_S) -> float:

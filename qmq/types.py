@@ -65,7 +65,7 @@ class Host(str):
     __slots__ = ()
 
     def __new__(cls, text: str) -> Host:
-        """Raises ValueError: the text is neither; it holds the fault and the remedy."""
+        """Check and normalize `text`; raises ValueError, with the fault and the remedy, if it is neither."""
         bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
         if "%" in bare:
             raise ValueError(f"{text!r} has a zone, which other machines do not have; use an address without %")
@@ -84,7 +84,7 @@ class Host(str):
 
     @property
     def address(self) -> IPv4Address | IPv6Address | None:
-        """Return the IP address; None: a name."""
+        """The IP address, or None for a name."""
         return ip_address_of(self)
 
     @property
@@ -98,7 +98,7 @@ class Host(str):
 
 
 def ip_address_of(text: str) -> IPv4Address | IPv6Address | None:
-    """Return the IP address of a text; None: it is a name, or wrong."""
+    """Return the IP address of a text, or None if it is a name or invalid."""
     try:
         address = ip_address(text)
     except ValueError:
@@ -108,7 +108,7 @@ def ip_address_of(text: str) -> IPv4Address | IPv6Address | None:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Address of a process. Everything that formats or parses one uses this class; `host` is without brackets."""
+    """Address of a process. All addresses are formatted and parsed by this class. `host` has no brackets."""
 
     host: str
     port: int
@@ -136,5 +136,7 @@ class Endpoint:
 
 
 def plain_peer(host: str) -> str:
-    """Return the host of a connection: a socket for IPv4 and IPv6 shows `10.0.0.1` as `::ffff:10.0.0.1`."""
+    """Return the host of a connection in its plain form: a socket for IPv4 and IPv6 shows `10.0.0.1` as
+    `::ffff:10.0.0.1`.
+    """
     return host.removeprefix("::ffff:") if "." in host else host

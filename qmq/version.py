@@ -1,4 +1,4 @@
-"""Core. The version of this code. Processes report it, so that a half-finished upgrade shows."""
+"""Core. Version of this code. Processes report it, so that a half-finished upgrade shows."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ ENCODING = "zstd"
 LEVEL = 3
 """Zstandard's default."""
 BLOCK_BYTES = (128 << 10) + 64
-"""Most bytes of a frame's begin and its first block: fewer may decompress to nothing."""
+"""Upper bound of the size of a frame's begin and first block. Fewer bytes may decompress to nothing."""
 WINDOW_LOG_MAX = 23
-"""Memory of `decompressed_begin`, 8 MiB: four times the window of `LEVEL`."""
+"""Limit of the memory of `decompressed_begin`, 8 MiB: four times the window of `LEVEL`."""
 _BUILT_IN = "compression.zstd"
 
 
@@ -43,13 +43,13 @@ def decompressed(data: memoryview, encoding: str, bytes_max: int) -> bytes:
     """Return the bytes of a compressed body.
 
     Raises:
-        InvalidMessage: it is damaged, or its compression is unknown.
-        MessageTooLarge: it is larger than `bytes_max`.
+        InvalidMessage: the body is damaged, or its compression is unknown.
+        MessageTooLarge: the body is larger than `bytes_max`.
         MissingExtra: the library is not installed.
     """
     zstd = _library_for(encoding)
     is_built_in = zstd.__name__ == _BUILT_IN
-    try:  # a few bytes may stand for gigabytes: the size is checked before memory is taken
+    try:  # a few bytes may decompress to gigabytes, so the size is checked before memory is taken
         if is_built_in:
             decoder = zstd.ZstdDecompressor()
             found = decoder.decompress(data, bytes_max + 1)

@@ -1,4 +1,4 @@
-"""Core. Our commands in QMQ's packets, and the bodies of their requests and answers.
+"""Core. Commands of qmq in QMQ's packets, and the bodies of their requests and answers.
 
     code  command        who -> whom           answer
     200   AUTHENTICATE   anyone -> broker      Welcome
@@ -22,7 +22,7 @@
     221   BEGIN          consumer -> broker    empty
 
 The body of an answer with an error code is the error's text in UTF-8. Fixed bodies are little-endian, as frames are;
-rare ones are JSON. AUTHENTICATE comes first on every connection; nothing else is answered before it.
+rare ones are JSON. AUTHENTICATE comes first on every connection; other requests before it are rejected.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Produced(NamedTuple):
     durability: int
     refused: list[tuple[int, str]]
     batch_bytes: int = 0
-    """Advised maximum size of the next batches; 0: no advice."""
+    """Advised maximum size of the next batches; 0 for no advice."""
 
 
 def encode_produced(produced: Produced) -> bytes:
@@ -171,7 +171,7 @@ def encode_produced(produced: Produced) -> bytes:
 
 
 def encode_batch_bytes(batch_bytes: int) -> bytes:
-    """Encode the end of a Produced."""
+    """Encode the advice at the end of a Produced."""
     return _BATCH_BYTES.pack(batch_bytes) if batch_bytes else b""
 
 
@@ -308,7 +308,7 @@ _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _RANGE = struct.Struct("<QQ")
 RANGES_MAX = 10_000
-"""Most ranges in one ACK or NACK."""
+"""Limit of ranges in one ACK or NACK."""
 
 
 class Ack(NamedTuple):
@@ -342,12 +342,12 @@ _NACK_ENTRY = struct.Struct("<QQQI")
 
 
 class Verdict(IntEnum):
-    """Fate of messages that a consumer could not handle."""
+    """Verdicts of a consumer on messages that it could not handle."""
 
     RETRY = 0
     DEAD_LETTER = 1
     NOT_BEGUN = 2
-    """Delivered again at once, and this delivery does not count. For brokers that answer SUBSCRIBE with `begins`."""
+    """Deliver again at once, without counting this delivery. For brokers that answer SUBSCRIBE with `begins`."""
     EXPIRED = 3
     """Expired before a handler began: settled, or dead letters if the subject is set so. For brokers that answer
     SUBSCRIBE with `expires`.
@@ -416,7 +416,7 @@ def decode_acked(body: memoryview) -> int:
 # RESCHEDULE: JSON subject str, id str, key str (one of the two is ""), due_ms int -> Rescheduled: JSON outcome.
 DELAY_KEY_BYTES_MAX = 100
 RECALLED_MAX = 10_000
-"""Most ids and keys in one CANCEL."""
+"""Limit of ids and keys in one CANCEL."""
 
 
 class DelayState(StrEnum):
@@ -451,7 +451,7 @@ def decode_cancel(body: Buffer) -> Cancel:
 
 
 class Cancelled(NamedTuple):
-    """In the order of the request."""
+    """States of messages, in the order of the request."""
 
     ids: list[DelayState]
     keys: list[DelayState]

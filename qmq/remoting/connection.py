@@ -27,7 +27,7 @@ log = bounded(__name__)
 Answered = Callable[[memoryview | QmqError], None]
 
 WRITE_BUFFER_BYTES = 4 << 20
-"""Above it the peer reads too slowly: `writable` turns false, and senders must wait."""
+"""Unsent bytes above which the peer reads too slowly: `writable` becomes false, and senders must wait."""
 
 
 class PacketHandler(Protocol):
@@ -41,13 +41,13 @@ class PacketHandler(Protocol):
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One connection. Made by the event loop when it is accepted, or by `connect`; used on the loop only.
+    """Connection. Made by the event loop when it is accepted, or by `connect`; used on the loop only.
 
-    Responses are matched to `request`s here; every other packet goes to the handler.
+    Responses are matched to their requests here. Every other packet goes to the handler.
     """
 
     logs_refusals = False
-    """Whether `refuse` logs the limit that a packet exceeds: one event is one line."""
+    """Whether `refuse` logs the limit that a packet exceeds, so that no other line is needed."""
 
     def __init__(self, handler: PacketHandler, packet_bytes_max: int) -> None:
         self._handler = handler
@@ -61,7 +61,7 @@ class Connection(asyncio.BufferedProtocol):
         self.sends_on = False
         self.produced: dict[str, int] = {}
         self.ration: Ration = Ration()
-        """For a broker's core (qmq.replication.ports.Link)."""
+        """Used by a broker's core (qmq.replication.ports.Link)."""
         self._is_read = True
         self.peer: str = "?"
         self.lost_reason: str = ""
@@ -69,7 +69,7 @@ class Connection(asyncio.BufferedProtocol):
     # Called by the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods only
+        transport = cast(asyncio.Transport, transport)  # uvloop's transport has the methods, not the class
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._transport = transport
         name = transport.get_extra_info("peername")
@@ -145,13 +145,13 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.close()
 
     def abort(self, reason: str) -> None:
-        """Close at once; written bytes may be lost, because the peer does not read them."""
+        """Close at once, because the peer does not read. Written bytes may be lost."""
         self.lost_reason = self.lost_reason or reason
         if self._transport is not None:
             self._transport.abort()
 
     def send(self, code: int, flag: int, opaque: int, request_code: int, *parts: Buffer) -> None:
-        """Send one packet. Does nothing if the connection is closed; the loss is reported on its own."""
+        """Send one packet. Does nothing if the connection is closed, which `connection_lost` reports."""
         if self._transport is None:
             return
         size = 0
@@ -161,8 +161,8 @@ class Connection(asyncio.BufferedProtocol):
         if size <= 2048:
             self._transport.write(b"".join((header, *parts)))
             return
-        # asyncio's own loop, from Python 3.12 on, never removes an empty part at the end: it would try to write it
-        # for ever, and not end the connection
+        # asyncio's own loop, from Python 3.12 on, never removes an empty part at the end: it would try to write it for
+        # ever, and not end the connection
         pending: list[Buffer] = [header, *filter(len, parts)]
         if max(map(len, pending)) < LARGE_BYTES_MIN:
             self._transport.writelines(pending)
@@ -276,7 +276,9 @@ async def connect(
 async def _open(
     make: Callable[[], Connection], endpoint: Endpoint, timeout_s: float
 ) -> tuple[asyncio.Transport, Connection]:
-    """Connect to the first address of a host that answers; each has its share of the time, as one may be silent."""
+    """Connect to the first address of a host that answers. Each address gets a share of the time, because one may be
+    silent.
+    """
     addresses = [endpoint.host] if ip_address_of(endpoint.host) else await look_up(endpoint.host)
     lost = OSError(f"{endpoint.host} has no address")
     for address in addresses:
@@ -297,8 +299,8 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 async def look_up(name: str) -> list[str]:
     """Return the addresses of a name. Raises OSError.
 
-    A silent name server takes 40 s. Callers that connect again meanwhile wait for the same look-up, which has a thread
-    of its own: they would use up the loop's threads, and the loop would wait for these at its end.
+    A silent name server takes 40 s. Callers that connect again meanwhile wait for the same look-up. It has a thread of
+    its own, because look-ups would use up the loop's threads, and the loop would wait for these at its end.
     """
     future = _look_ups.get(name)
     if future is None:
