@@ -9,14 +9,27 @@ from functools import partial
 from typing import Any
 
 from qmq.errors import OperatorError, QmqError
+from qmq.metaserver.actions.causes import call_of
 from qmq.metaserver.actions.desk import ASKED_AT_ONCE, Desk, Handler, together
+from qmq.metaserver.actions.doctor import copies_without_place
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.routes import take_out_of_routes
 from qmq.metaserver.actions.shapes import broker_json, group_json, parts_json, state_json
 from qmq.metaserver.actions.words import Words
 from qmq.metaserver.cluster import old_database
 from qmq.metaserver.cluster.old_database import StateOf
-from qmq.metaserver.model import DELAY, AuditRow, Broker, BrokerKey, Directory, Group, Points, ReplicaState, Routes
+from qmq.metaserver.model import (
+    DELAY,
+    AuditRow,
+    Broker,
+    BrokerKey,
+    Directory,
+    Group,
+    Points,
+    ReplicaState,
+    Routes,
+    part,
+)
 from qmq.metaserver.roles import rules
 from qmq.metaserver.roles.rules import MayBeUp, RoleChange
 from qmq.metaserver.storage.changes import (
@@ -33,6 +46,7 @@ from qmq.plain import first_of
 from qmq.replication.assignment import FillOrder
 from qmq.replication.identity import Point
 from qmq.replication.readonly import Reason
+from qmq.types import Role
 
 
 def slave_at(group: Group, host: str) -> Broker:
@@ -284,7 +298,35 @@ _BROKER_WORDS = ("brokerGroup", "role", "hostname", "ip", "servePort", "syncPort
 
 async def _add_broker(desk: Desk, words: Words) -> Plan:
     registry, broker = desk.registry, _broker(words)
-    return add_broker(registry.directory, broker, reported=registry.terms.floor(broker.group))
+    plan = add_broker(registry.directory, broker, reported=registry.terms.floor(broker.group))
+    if broker.role != Role.MASTER or plan.reasons:
+        return plan
+    objection = better_copy(broker, await copies_without_place(desk, broker.group))
+    return refused(objection) if objection else plan
+
+
+def better_copy(master: Broker, copies: Sequence[Mapping[str, Any]]) -> str:
+    """Return why another broker has to be the master, as it has more of the group's log and no place.
+
+    A database that lost the group's row has no acknowledged points either: the logs alone show the best copy.
+
+    Args:
+        copies: as `copies_without_place` returns them.
+
+    Returns:
+        The reason and the remedy; empty: no copy is better, as far as is known.
+    """
+    ends = {(facts["hostname"], facts["servePort"]): facts.get("reach", []) for facts in copies}
+    own = ends.get((master.hostname, master.serve_port), [])
+    for facts, end in zip(copies, ends.values(), strict=True):
+        name = f"{facts['hostname']}:{facts['servePort']}"
+        if not end and name != str(master.key):
+            return f"{name} has a log of {master.group} and does not answer: start it, or stop it and wait a minute"
+        if end > own:
+            first = call_of("AddBroker", part(Role.MASTER, facts["kind"]), facts)
+            found = f"{name} has more of the log of {master.group} than {master.key}"
+            return f"{found}: {first}; or stop it and wait a minute"
+    return ""
 
 
 async def _replace_broker(desk: Desk, words: Words) -> Plan:

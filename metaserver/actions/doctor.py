@@ -45,7 +45,7 @@ Ask = Callable[[Broker], Awaitable[ReplicaState]]
 
 async def _doctor(desk: Desk, words: Words, caller: Caller) -> Any:
     """Return the checks of the metaserver; the tool adds those of its own machine."""
-    own, here = own_refusals(desk), words.flag("here")
+    own, here = await own_refusals(desk), words.flag("here")
     checks = [_routes(own["routes"])] if here else await examine(desk, desk.brokers.replica_status)
     return {
         "version": desk.version,
@@ -72,30 +72,51 @@ async def examine_reported(desk: Desk, *, everywhere: bool = False) -> list[Chec
 
 
 async def examine(desk: Desk, ask: Ask, *, everywhere: bool = True) -> list[Check]:
-    others = (await desk.clients.elsewhere("Doctor"))[0].values() if everywhere else ()
-    refusals = [own_refusals(desk), *(other["refusals"] for other in others if "refusals" in other)]
+    refusals = await _refusals(desk, everywhere=everywhere)
     places = {name: text for refused in refusals for name, text in refused["brokers"].items()}
     database, brokers = await asyncio.gather(_database(desk), _brokers(desk, ask, places))
-    unplaced = _by_group(found for refused in refusals for found in refused.get("unplaced", ()))
+    unplaced = _by_group(refusals)
     groups, tokens, metaservers = await _groups(desk, unplaced), await _tokens(desk), _metaservers(desk)
     routes = _routes({text for refused in refusals for text in refused["routes"]})
     return one_per_cause([database, *brokers, *groups, *tokens, _passwords(desk), routes, metaservers])
 
 
-def own_refusals(desk: Desk) -> dict[str, Any]:
-    """Return what this metaserver refused and no other metaserver has: routes of clients, places of brokers, and
-    brokers without a place.
+async def _refusals(desk: Desk, *, everywhere: bool) -> list[Mapping[str, Any]]:
+    others = (await desk.clients.elsewhere("Doctor"))[0].values() if everywhere else ()
+    return [await own_refusals(desk, asks=everywhere), *(other["refusals"] for other in others if "refusals" in other)]
+
+
+async def own_refusals(desk: Desk, *, asks: bool = True) -> dict[str, Any]:
+    """Return refusals that no other metaserver has: routes of clients, places of brokers, and brokers without a place.
+
+    Args:
+        asks: brokers without a place are asked for the ends of their logs.
     """
     registry = desk.registry
+    unplaced = registry.registration.unplaced()
+    reaches = await together([_reach(desk, broker) for broker, _ in unplaced]) if asks else [[]] * len(unplaced)
     texts = {str(broker.key): registry.registration.refused_lately(broker) for broker in registry.directory.brokers()}
     return {
         "routes": list(desk.refusals().values()),
         "brokers": {name: text for name, text in texts.items() if text},
         "unplaced": [
-            broker_json(broker) | {"kind": broker.kind, "term": term}
-            for broker, term in registry.registration.unplaced()
+            broker_json(broker) | {"kind": broker.kind, "term": term, "reach": reach}
+            for (broker, term), reach in zip(unplaced, reaches, strict=True)
         ],
     }
+
+
+async def _reach(desk: Desk, broker: Broker) -> list[int]:
+    """Return the end of the log of a broker without a place, as `ReplicaState.reach`; empty: it does not answer."""
+    try:
+        return [*(await desk.brokers.replica_status(broker)).reach]
+    except QmqError:
+        return []
+
+
+async def copies_without_place(desk: Desk, group: str) -> list[Mapping[str, Any]]:
+    """Return the brokers that have a group's log and no place, the one with the most of the log first."""
+    return _by_group(await _refusals(desk, everywhere=True)).get(group, [])
 
 
 async def _database(desk: Desk) -> Check:
@@ -169,11 +190,12 @@ def _remedy_of(reason: str, broker: Broker) -> str:
     return f"{WAY_OUT[Reason(reason)]} (docs/runbook.md, {reason})" if reason in tuple(Reason) else "see its log"
 
 
-def _by_group(unplaced: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Group brokers without a place, each once however many metaservers refused it, the newest term first."""
+def _by_group(refusals: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Group brokers without a place, each once however many metaservers refused it, the most of a log first."""
     found: dict[str, list[Mapping[str, Any]]] = {}
+    unplaced = (facts for refused in refusals for facts in refused.get("unplaced", ()))
     once = {(facts["hostname"], facts["servePort"]): facts for facts in unplaced}
-    for facts in sorted(once.values(), key=lambda facts: -facts["term"]):
+    for facts in sorted(once.values(), key=lambda facts: (facts.get("reach", []), facts["term"]), reverse=True):
         found.setdefault(facts["group"], []).append(facts)
     return found
 

@@ -261,7 +261,7 @@ class Oracle:
             missing = self._brokers.owed(group) - disk.messages
             if errand.what == "AdoptRoles" and errand.words.get("force") == "true":
                 continue  # it does not begin before it has every remembered point
-            if missing and old is None and self._lost and not errand.process.newest_terms[group]:
+            if missing and old is None and self._lost and not errand.reported[group]:
                 self._brokers.acknowledged[group].given_up |= missing  # the row was lost, and no broker reports it
                 continue
             if missing and (goes_on or errand.words.get("acceptLoss") == "true"):
@@ -407,6 +407,7 @@ class Oracle:
 
     def begun(self, errand: Any) -> None:
         self._states[errand] = [self.decided]
+        errand.reported = errand.process.newest_terms.copy()
 
     def answered(self, errand: Any, status: int, text: str) -> None:
         """Check an answer against the commits of its action."""

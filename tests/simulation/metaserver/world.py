@@ -85,6 +85,8 @@ class Errand:
     failures: int = 0
     """Its jobs that failed, or had a lost or late answer."""
     given_up: bool = False
+    reported: Counter[str] = field(default_factory=Counter)
+    """Newest term of each group that its metaserver knew when an action began."""
 
     @property
     def is_action(self) -> bool:

@@ -17,7 +17,7 @@ import pytest
 from qmq.errors import OperatorError
 from qmq.metaserver.actions.causes import CheckKind
 from qmq.metaserver.actions.doctor import examine_reported
-from qmq.metaserver.model import Broker, MetaserverRow, PartedTail
+from qmq.metaserver.model import Broker, BrokerKey, MetaserverRow, PartedTail, ReplicaState
 from qmq.metaserver.observability.collectors import DoctorMetrics
 from qmq.metaserver.storage.database import DatabaseAway
 from qmq.rights import TokenRole
@@ -25,6 +25,7 @@ from qmq.tools import doctor
 from qmq.tools.call import Answer, Exit
 from qmq.tools.findings import Level
 from qmq.types import Role
+from tests.unit.metaserver.actions_world import place
 
 OTHER = MetaserverRow("m2", "10.0.0.2:8080", "10.0.0.2:8081", beat=1, version="0.3.0")
 GIB = 1 << 30
@@ -134,6 +135,24 @@ async def report_unplaced(world, group, *hostnames):
         broker = Broker(group, Role.SLAVE, hostname, "10.0.0.1", *ports, incarnation=f"disk of {hostname}")
         with pytest.raises(OperatorError, match=f"AddBroker .*--hostname={hostname}"):
             await world.registry.registration.register(broker, lambda question: asyncio.sleep(0), term=term)
+
+
+async def test_copy_with_most_of_the_log_becomes_the_master(cluster):
+    """The group's row is lost, and with it each acknowledged point: a newer row alone proves no frames."""
+    await report_unplaced(cluster, "g7", "g7-a", "g7-b", "g7-c")
+    words = {hostname: place("g7", "0", hostname) for hostname in ("g7-a", "g7-b", "g7-d")}
+    for hostname, end in ("g7-a", 900), ("g7-b", 500):
+        state = ReplicaState(Role.SLAVE, 1, last_term=1, last_boot=1, flushed_end=end)
+        cluster.brokers.states[BrokerKey(hostname, 20881)] = state
+    assert "g7-c:20881 has a log of g7 and does not answer" in await cluster.refused("AddBroker", **words["g7-a"])
+    cluster.brokers.states[BrokerKey("g7-c", 20881)] = ReplicaState(Role.SLAVE, 1, last_term=1, last_boot=1)
+    for hostname in ("g7-b", "g7-d"):
+        refusal = await cluster.refused("AddBroker", **words[hostname])
+        assert f"g7-a:20881 has more of the log of g7 than {hostname}:20881: qmq AddBroker" in refusal
+    (check,) = [check for check in (await cluster.done("Doctor"))["checks"] if "has no row" in check["found"]]
+    assert "g7-a:20881, g7-b:20881, g7-c:20881 have its log" in check["found"]
+    await cluster.done("AddBroker", **words["g7-a"])
+    await cluster.done("AddBroker", **place("g7", "1", "g7-b"))
 
 
 async def slave_without_a_place(world):
