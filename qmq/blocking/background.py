@@ -1,7 +1,7 @@
 """Shell. Event loop of all blocking clients of a process, in one thread that is started on first use.
 
 Fork: a child process has only the thread that forked. It gets a loop of its own on first use and never touches its
-parent's. Messages in flight in the parent stay the parent's.
+parent's. Messages in flight in the parent stay with the parent.
 
 End: Python waits for non-daemon threads before it shuts the interpreter down. One such thread, the keeper, waits for
 the program's own threads and then for the outcomes of all messages. An `atexit` handler does the same for later
@@ -41,7 +41,7 @@ S = TypeVar("S")
 END_S = 5.0
 """Time for the loop's thread to end after all clients were closed."""
 THREADS = 2
-"""Threads that exist before the program ends. One would suffice if name servers always answered."""
+"""Number of threads that are started at once. One would suffice if name servers always answered."""
 
 
 class Client(Protocol):
@@ -51,7 +51,7 @@ class Client(Protocol):
         """Wait, within the client's limits, for the outcomes of all messages; log lost ones."""
 
     def close(self) -> None:
-        """Wait in the same way, and disconnect."""
+        """Wait as `flush_at_exit` does, and disconnect."""
 
 
 class Opens(Protocol[A_co]):
@@ -62,7 +62,7 @@ class Opens(Protocol[A_co]):
 
 
 def waits_for(method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Opens[A], P], T]:
-    """Make a blocking method of a coroutine method, with its arguments, result and docstring."""
+    """Return a blocking method for a coroutine method, with its arguments, result and docstring."""
 
     @wraps(method)
     def call(self: Opens[A], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -136,7 +136,7 @@ class Background:
             )
 
     def tasks(self) -> set[asyncio.Task[Any]]:
-        """Return the loop's tasks, to which asyncio keeps weak references only."""
+        """Return the loop's tasks, to which asyncio itself keeps only weak references."""
         return asyncio.all_tasks(self._loop)
 
     def _keep(self) -> None:
@@ -202,8 +202,8 @@ def _is_waited_for(thread: threading.Thread) -> bool:
 class _Threads(ThreadPoolExecutor):
     """Threads for blocking calls: name resolution, an application's database.
 
-    Some are started at once: from Python 3.12 on, none can be started after the main thread has ended, while other
-    threads may still send. The base class rejects calls from then on, so it gets none.
+    Some are started at once, because from Python 3.12 on no thread can be started after the main thread has ended,
+    while other threads may still send. The base class would reject calls from then on, so they do not go through it.
     """
 
     def __init__(self) -> None:
@@ -225,7 +225,7 @@ class _Threads(ThreadPoolExecutor):
 
         self._calls.put(work)
         if not self._idle.acquire(blocking=False):
-            with contextlib.suppress(RuntimeError):  # the program ends: the call waits for a busy thread
+            with contextlib.suppress(RuntimeError):  # the program is ending: the call waits for a busy thread
                 threading.Thread(target=self._serve, name="qmq call", daemon=True).start()
         return future
 
@@ -241,14 +241,14 @@ _of_parents: list[object] = []
 close the parent's.
 """
 lock: threading.Lock = threading.Lock()
-"""Guards objects made on first use: the loop, and the clients' sessions on it."""
+"""Lock for objects made on first use: the loop, and the clients' sessions on it."""
 
 
 def background() -> Background:
     """Return this process's loop, made on first use; call it with `lock` held.
 
     Raises:
-        ClientClosed: from Python 3.12 on, the main thread has ended: no other thread can be started.
+        ClientClosed: the main thread has ended, so that no other thread can be started (from Python 3.12 on).
     """
     global _background
     if _background is None:
@@ -281,9 +281,9 @@ def _flush(*_: object, **__: object) -> None:
 
 def _hook_ends() -> None:
     """Register `_flush` where processes end by `os._exit`, in the modules that this process has loaded."""
-    if (util := sys.modules.get("multiprocessing.util")) is not None:  # billiard's processes run these, too
+    if (util := sys.modules.get("multiprocessing.util")) is not None:  # billiard's processes run these finalizers, too
         util.Finalize(None, _flush, exitpriority=-1)  # after the process has joined its own children
-    if (signals := sys.modules.get("celery.signals")) is not None:  # the workers of its pools run nothing else
+    if (signals := sys.modules.get("celery.signals")) is not None:  # workers of Celery's pools run nothing else
         signals.worker_process_shutdown.connect(_flush, weak=False, dispatch_uid="qmq")
 
 

@@ -47,7 +47,7 @@ class Consumer:
             settings["producer"] = _OnLoop(self._producer)
         self._make = partial(AsyncConsumer, **settings)
         self._asked: list[Callable[[AsyncConsumer], object]] = []
-        """Registrations, repeated in a forked process."""
+        """Registrations, which a forked process repeats."""
         self._pid = os.getpid()
         self._inner = self._make()
         self._run: _Run | None = None
@@ -59,7 +59,7 @@ class Consumer:
 
     @property
     def _own(self) -> AsyncConsumer:
-        """This process's consumer; the parent's has the parent's id and place in the groups."""
+        """Consumer of this process. One inherited from the parent has the parent's id and place in the groups."""
         if self._pid != os.getpid():
             self._pid, self._inner, self._run = os.getpid(), self._make(online=self._inner.is_online), None
             for ask in self._asked:
@@ -203,7 +203,7 @@ class Consumer:
 
 
 class _OnLoop:
-    """Producer for threads as one for the loop's coroutines."""
+    """Producer for threads, with the methods of one for the loop's coroutines."""
 
     def __init__(self, producer: Producer) -> None:
         self._producer = producer
@@ -213,7 +213,7 @@ class _OnLoop:
 
 
 class _Run:
-    """One call of `run`."""
+    """Call of `run`."""
 
     def __init__(self, background: Background, consumer: AsyncConsumer) -> None:
         self.background = background
@@ -246,7 +246,7 @@ class _Run:
 class Puller:
     """Source of messages on request; a context manager, made by `Consumer.pull`, used from one thread at a time.
 
-    On leaving, decisions are sent and undecided messages go back to the group at once.
+    On leaving, decisions are sent and undecided messages return to the group at once.
     """
 
     def __init__(self, inner: AsyncPuller) -> None:

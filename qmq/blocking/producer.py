@@ -32,26 +32,26 @@ log = bounded(__name__)
 
 CHUNK_MESSAGES_MAX = 10_000
 CHUNK_BYTES_MAX = 16 << 20
-"""Chunk that `send_many` reads in the caller's thread before sending. The wait for its last receipt, a few
-milliseconds, is short beside the time of the chunk.
+"""Size of the chunk that `send_many` reads in the caller's thread before it sends. The wait for the chunk's last
+receipt, a few milliseconds, is short beside the time to send it.
 """
 PASS_MESSAGES_MAX = 1_000
-"""One batch of the producer."""
+"""Messages per pass of the loop: one batch of the producer."""
 AGAIN_S = 0.01
 """Pause before a retry when the producer's queue is full."""
 MESSAGE_BYTES = 200
 """Estimated memory of a message beside its texts and body."""
 EXIT_S = 5.0
-"""Added to `timeout_s` at the end of a process: the timeout of messages that wait for room begins late."""
+"""Time added to `timeout_s` at the end of a process, because the timeout of messages that wait for room begins late."""
 
 
 class Producer:
     """Producer for any number of threads, such as the workers of a web server. A context manager, which may be entered
     again after its end.
 
-    It connects on first use. A forked process connects on its first use as a producer of its own; messages in flight in
-    the parent stay the parent's. The end of the process waits for all outcomes, at most `timeout_s` and five seconds,
-    and logs the number of messages that are not stored.
+    It connects on first use. A forked process connects on its own first use, as another producer; messages in flight in
+    the parent stay with the parent. The end of the process waits for all outcomes, at most `timeout_s` and five
+    seconds, and logs the number of messages that are not stored.
 
     Args: see `qmq.Producer`.
     """
@@ -213,7 +213,7 @@ class Producer:
     @property
     def health(self) -> Health:
         """State of this process's connections and outbox: see `qmq.Producer.health`. Before the first use it is
-        connected: nothing was needed yet.
+        "connected", because no connection is needed yet.
         """
         if self._is_closed:
             return not_connected("the producer is closed")
@@ -235,7 +235,7 @@ class Producer:
         self.disconnect()
 
     def disconnect(self) -> None:
-        """Do the same, but connect again on the next use."""
+        """Close as `close` does, but connect again on the next use."""
         session, self._open = self._open_here(), None
         if session is not None:
             session.close()
@@ -282,7 +282,7 @@ class _Session:
         self._bytes = 0
         self._is_emptying = False
         self._is_given_up = False
-        """Whether messages had no outcome in time at the end of the process."""
+        """Whether messages without an outcome were given up at the end of the process."""
         background.run(self.producer.__aenter__())
         background.clients.add(owner)
 
@@ -299,7 +299,7 @@ class _Session:
             self._bytes += sent.size
             self._outbox.append(sent)
             wakes, self._is_emptying = not self._is_emptying, True
-        if wakes:  # otherwise the loop is about to look
+        if wakes:  # otherwise the loop is about to run `_empty`
             self.background.call_soon(self._empty)
         return sent.future
 
@@ -316,7 +316,7 @@ class _Session:
                 sent = self._outbox.popleft()
             try:
                 self.producer._queue_made(sent.message, partial(self._done, sent), sent.later)
-            except QueueFull:  # by its exact size, or because of other threads
+            except QueueFull:  # because of the exact size, or of other threads
                 self._outbox.appendleft(sent)
                 self.background.call_later(AGAIN_S, self._empty)
                 return
@@ -333,7 +333,7 @@ class _Session:
                 sent.future.set_exception(outcome)
             elif sent.on_done is not None:
                 return sent.on_done(outcome)
-        except (SystemExit, KeyboardInterrupt) as error:  # it would end the loop of all clients
+        except (SystemExit, KeyboardInterrupt) as error:  # otherwise it would end the loop of all clients
             raise RuntimeError(f"on_done raised {error!r}") from error
         finally:
             if isinstance(outcome, Receipt):
@@ -350,7 +350,7 @@ class _Session:
         late = wait(futures, timeout).not_done
         if late:
             raise TimeoutError(f"{len(late)} messages have no outcome after {timeout} s")
-        if not self._owner._is_closed:  # otherwise the producer does so while it closes
+        if not self._owner._is_closed:  # otherwise the producer flushes while it closes
             self.background.submit(self.producer.outbox.drain()).result(timeout)
             self.background.submit(self.producer.callbacks_ended()).result(timeout)
 
@@ -413,7 +413,7 @@ class _Sent:
 
 
 class _Receipt(Future[Receipt]):
-    """Future of a receipt for the process that sent the message. A forked process must not wait for it."""
+    """Future of a receipt, for the process that sent the message. A forked process must not wait for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -429,7 +429,7 @@ class _Receipt(Future[Receipt]):
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            self._condition = Condition()  # a thread of the parent may have held the other one
+            self._condition = Condition()  # a thread of the parent may have held the parent's condition
             if not self.done():
                 raise ClientClosed("the parent process sent this message, and only it gets the receipt")
 

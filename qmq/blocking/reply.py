@@ -21,7 +21,7 @@ from qmq.reply import reply as async_reply
 class Requester:
     """Requester for threads: sends requests and returns their answers. A context manager.
 
-    It connects on first use, in a forked process again.
+    It connects on first use. A forked process connects again.
 
     Args: see `qmq.reply.Requester`.
     """
@@ -56,7 +56,7 @@ class Requester:
         self.disconnect()
 
     def disconnect(self) -> None:
-        """Do the same, but connect again on the next use."""
+        """Close as `close` does, but connect again on the next use."""
         opened, self._open = self._open_here(), None
         if opened is not None:
             background, requester = opened
@@ -66,7 +66,7 @@ class Requester:
             self._producer.close()
 
     def flush_at_exit(self) -> None:
-        """Do nothing at the end of the process: each request has its answer or timeout."""
+        """Do nothing at the end of the process, because each request waits for its answer or timeout."""
 
     def _open_here(self) -> tuple[Background, AsyncRequester] | None:
         opened = self._open

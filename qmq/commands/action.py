@@ -65,9 +65,9 @@ class Status(IntEnum):
     DONE = 0
     REFUSED = -1
     UNKNOWN = -2
-    """The change may have been made; a second look did not show it."""
+    """The change may have been made; a look-up afterwards did not show it."""
     WAIT = -3
-    """Nothing was changed; a process that is needed does not answer. Repeat later."""
+    """Nothing was changed, because a needed process does not answer. Repeat later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Parameter:
     kind: Kind = Kind.TEXT
     default: str = ""
     secret: bool = False
-    """A secret is not logged, recorded or answered."""
+    """Whether the value is a secret, which is not logged, recorded or answered."""
     choices: tuple[str, ...] = ()
     least: int = 0
     most: int = 2**63 - 1
@@ -110,17 +110,17 @@ class Action:
     changes: bool = False
     style: Style = Style.STANDARD
     needs_token: bool = True
-    """False: QMQ answers it without a token; so does the metaserver with the setting `open_lists`."""
+    """False if QMQ answers the action without a token, as the metaserver does with the setting `open_lists`."""
     result_fields: tuple[str, ...] = ()
     """Fields of QMQ's result objects, in its order; /management shows no others unless `details=true`."""
     qmq_data: Callable[[Any], Any] | None = None
-    """Data on /management unless `details=true`; `result_fields` is for the other results."""
+    """Function for the data on /management, unless `details=true`; `result_fields` is for all other results."""
     installation: bool = False
-    """The action concerns the whole installation; tokens limited to subjects or groups are refused."""
+    """Whether the action concerns the whole installation, so that tokens limited to subjects or groups are refused."""
     decides_database: bool = False
-    """The action reaches a database that was set aside, and decides its fate."""
+    """Whether the action may use a database that was set aside, because it decides whether that one counts."""
     wait_ms: int = 15_000
-    """Time that a caller should wait for the answer; a `waitMs` parameter comes on top."""
+    """Time that a caller should wait for the answer, in addition to a parameter `waitMs`."""
 
     @property
     def has_details(self) -> bool:
@@ -129,7 +129,7 @@ class Action:
 
     @property
     def all_parameters(self) -> tuple[Parameter, ...]:
-        """The parameters, with those that all actions of this sort have."""
+        """The parameters, with those that all actions of this kind have."""
         both = (_DETAILS,) if self.has_details else ()
         return (*self.parameters, *both, _DRY_RUN, _IF_PLAN) if self.changes else (*self.parameters, *both)
 
@@ -171,7 +171,7 @@ def differences(before: Any, after: Any, path: str = "") -> list[Difference]:
 
 
 def _broker(value: Mapping[str, Any]) -> tuple[Any, Any] | None:
-    """Return the identity of a broker, or None if the value is none."""
+    """Return the identity of a broker, or None if the value is no broker."""
     return (value["hostname"], value["servePort"]) if "hostname" in value and "servePort" in value else None
 
 

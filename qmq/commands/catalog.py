@@ -1,4 +1,4 @@
-"""Core. All actions: QMQ's thirteen with QMQ's parameters, QMQ's unregistered QuerySubjectRoute, and ours."""
+"""Core. Table of all actions: QMQ's thirteen with QMQ's parameters, QMQ's QuerySubjectRoute, and qmq's own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qmq.rights import TokenRole
 VIEWER, OPERATOR, ADMIN = TokenRole.VIEWER, TokenRole.OPERATOR, TokenRole.ADMIN
 
 MANY_WAIT_MS = 60_000
-"""For changes of up to 100,000 routes, which take ten seconds."""
+"""Wait for changes of up to 100,000 routes, which take ten seconds."""
 
 BROKER_FIELDS = ("group", "role", "hostname", "ip", "servePort", "syncPort")
 GROUP_FIELDS = ("groupName", "master", "slaves", "updateTime", "brokerState", "tag", "kind", "ext")
@@ -632,7 +632,7 @@ _DATABASES = (
 )
 
 CONTENT_CHARS_MAX = 4_000
-"""Of the properties, and of the body, of a message that an operator types; the audit trail keeps them."""
+"""Limit of the properties, and of the body, of a message that an operator types. The audit trail keeps them."""
 BODY_BYTES_SHOWN_MAX = 1 << 20
 _MESSAGES = (
     Action(

@@ -1,4 +1,4 @@
-"""Shell. The outbox's table as a Django model; `qmq.outbox.table` documents the columns."""
+"""Shell. Table of the outbox as a Django model; `qmq.outbox.table` documents the columns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from qmq.outbox.table import DEFAULT_TABLE
 
 
 class Row(models.Model):  # type: ignore[misc]
-    """A waiting message."""
+    """Message that waits in the outbox."""
 
     id = models.BigAutoField(primary_key=True)
     content = models.TextField()

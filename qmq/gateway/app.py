@@ -150,11 +150,11 @@ def _handle_errors(app: FastAPI) -> None:
 
 
 _TOKEN = Security(HTTPBearer(scheme_name="token", auto_error=False, description="API token of the installation."))
-"""Only for the document: the guard checks the token earlier."""
+"""Used only in the document, because the guard has checked the token."""
 
 
 def _errors(*codes: Code, model: Any = Error) -> dict[int | str, Any]:
-    """Return the entries of the document for errors, those of every closed address included."""
+    """Return the document's entries for errors, including those of every address with a token."""
     everywhere = (Code.INVALID, Code.UNAUTHORIZED, Code.MISSING_RIGHT, Code.TOO_SLOW, Code.TOO_LARGE, Code.LIMIT)
     found: dict[int | str, Any] = {}
     for code in (*everywhere, Code.INTERNAL, Code.NOT_SERVED, *codes):
@@ -171,7 +171,7 @@ def _as_json(model: BaseModel, status: int, headers: Mapping[str, str] | None = 
 
 
 def _several(code: Code | None, count: int, noun: str) -> ErrorBody | None:
-    """Return the error of a request whose parts have outcomes of their own."""
+    """Return the error of a request whose parts have separate outcomes, or None."""
     if code is None:
         return None
     return ErrorBody.model_validate(HttpError(code, f"{count} of the {noun} have another outcome").as_json())

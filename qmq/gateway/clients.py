@@ -1,6 +1,6 @@
 """Shell. Clients of the native protocol, one set per token: a producer, sessions of consumers, kept outcomes.
 
-The broker sees the caller's own token, so its rights and limits apply.
+The clients use the caller's own token, so its rights and limits apply at the broker.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qmq.gateway.settings import GatewaySettings
 from qmq.logs import shielded
 
 TICK_S = 0.5
-"""Interval of looking for ended leases and idle sessions."""
+"""Interval of checks for ended leases and idle sessions."""
 
 Kept = asyncio.Future[Receipt]
 
@@ -48,8 +48,8 @@ class TokenClients:
     async def send(self, subject: str, messages: Sequence[MessageIn], key: str | None) -> list[tuple[Receipt, bool]]:
         """Send messages; return the receipt of each, and whether it is that of an earlier request.
 
-        With a key, a message that is stored or on its way is not sent again. One that was refused, or has an unknown
-        outcome, is sent again with the same id.
+        With a key, a message that is stored or on its way is not sent again. A message that was refused, or has an
+        unknown outcome, is sent again with the same id.
 
         Raises:
             Refused: the key was used for another message.
@@ -93,7 +93,7 @@ class TokenClients:
     async def _send_all(
         self, subject: str, messages: dict[int, MessageIn], ids: dict[int, str | None], receipts: dict[int, Kept]
     ) -> None:
-        """Send messages without a delay in their order, the others each for itself."""
+        """Send messages without a delay together, in their order, and the others one by one."""
         producer = await self._open_producer()
         at_once = [at for at, given in messages.items() if not given.is_delayed]
 
@@ -131,7 +131,7 @@ class TokenClients:
             is_full: whether the gateway has no room for another session.
 
         Raises:
-            Refused: it has other terms, or there are too many sessions.
+            Refused: the session has other terms, or there are too many sessions.
             CallError: a name or another argument is not valid.
         """
         if (session := self._places.get(place)) is not None and session.has_ended:
@@ -150,7 +150,7 @@ class TokenClients:
         return session
 
     def find(self, handles: Iterable[str], subject: str, group: str) -> dict[str, Session | None]:
-        """Return the session of each handle; None: it has ended, or belongs to another token, subject or group."""
+        """Return the session of each handle, or None if it has ended, or belongs to another token, subject or group."""
         found: dict[str, Session | None] = {}
         for handle in handles:
             session = self.sessions.get(session_of(handle))
@@ -179,7 +179,7 @@ class TokenClients:
 
 
 class Clients:
-    """Clients of all tokens, the one unused for longest first. Made by main; used on its loop."""
+    """Clients of all tokens, those unused for longest first. Made by main; used on its loop."""
 
     def __init__(self, settings: GatewaySettings, metrics: Metrics) -> None:
         self._settings = settings
@@ -235,7 +235,7 @@ class Clients:
         task.add_done_callback(self._ending.discard)
 
     async def run(self) -> None:
-        """End leases, idle sessions and unused clients; does not end by itself."""
+        """End leases, idle sessions and unused clients, until cancelled."""
         clock = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(TICK_S)

@@ -1,7 +1,8 @@
 """Core. Memory of the gateway, bounded in time and number: a session's delivered messages, and a token's outcomes.
 
-A message is open until a request decides it or its lease ends. Then the session forgets it: its handle is gone. Decided
-handles are remembered, so that a repeated ack, whose first answer was lost, has the same outcome.
+A message is open until a request decides it or its lease ends. At the end of its lease the session forgets it, and its
+handle is gone. Decided handles are remembered, so that a repeated ack, whose first answer was lost, has the same
+outcome.
 
 Outcomes are kept by idempotency key, so that a repeated request to send has the same outcome.
 """
@@ -16,7 +17,7 @@ from typing import Generic, TypeVar
 
 M = TypeVar("M")
 REMEMBERED_MAX = 10_000
-"""Decided handles of a session."""
+"""Limit of remembered decided handles of a session."""
 
 
 class Decision(StrEnum):
@@ -29,8 +30,8 @@ class Decision(StrEnum):
 
 @dataclass(slots=True)
 class Delivery(Generic[M]):
-    """A delivered message; None once its decision is stored. `until_s`: end of its lease. `decision`: None while it is
-    open.
+    """Delivery of a message. `message`: None once its decision is stored. `until_s`: end of its lease. `decision`: None
+    while it is open.
     """
 
     message: M | None
@@ -39,7 +40,7 @@ class Delivery(Generic[M]):
 
 
 class Deliveries(Generic[M]):
-    """Deliveries of one session. `session` begins each handle, and no caller can guess it."""
+    """Deliveries of one session. Each handle begins with `session`, which no caller can guess."""
 
     def __init__(self, session: str, *, remembered_max: int = REMEMBERED_MAX) -> None:
         self._session = session
@@ -48,7 +49,7 @@ class Deliveries(Generic[M]):
         self._open: dict[str, Delivery[M]] = {}
         self._decided: OrderedDict[str, Delivery[M]] = OrderedDict()
         self._next_s = math.inf
-        """No lease ends before."""
+        """Time before which no lease ends."""
 
     def __len__(self) -> int:
         """Number of open messages."""
@@ -63,7 +64,7 @@ class Deliveries(Generic[M]):
         return handle
 
     def find(self, handle: str) -> Delivery[M] | None:
-        """Return an open or decided delivery; None: its handle is gone."""
+        """Return an open or decided delivery, or None if its handle is gone."""
         return self._open.get(handle) or self._decided.get(handle)
 
     def decide(self, handle: str, decision: Decision) -> None:
@@ -105,7 +106,7 @@ Key = tuple[str, str, int]
 
 
 class RepeatDiffers(Exception):
-    """The key was used for another message."""
+    """Error: the key was used for another message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ class _Entry(Generic[V]):
 
 
 class Repeats(Generic[V]):
-    """Kept values, oldest first."""
+    """Values kept by idempotency key, oldest first."""
 
     def __init__(self, *, keep_s: float, keys_max: int) -> None:
         self._keep_s = keep_s
@@ -127,7 +128,7 @@ class Repeats(Generic[V]):
         return len(self._entries)
 
     def find(self, key: Key, fingerprint: bytes, now_s: float) -> V | None:
-        """Return the value of an earlier request with this key; None: there is none.
+        """Return the value of an earlier request with this key, or None.
 
         Raises:
             RepeatDiffers: the earlier request had another content.
@@ -147,7 +148,7 @@ class Repeats(Generic[V]):
         self._entries.pop(key, None)
 
     def _drop(self, now_s: float) -> None:
-        """Drop the oldest entries that are over, or too many."""
+        """Drop the oldest entries, if their time is over or they are too many."""
         while self._entries:
             oldest = next(iter(self._entries))
             if len(self._entries) <= self._keys_max and self._entries[oldest].until_s > now_s:

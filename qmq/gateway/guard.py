@@ -1,10 +1,10 @@
 """Shell. Guard of every request: token, size, time to arrive; its access log and metrics.
 
-Every address below `/v1/` needs a token; the others admit every caller or check themselves. Tokens are checked at the
-metaserver, and brokers check them again at each connection. Without this check each wrong token would open connections
-of its own, and one without the right to a subject would wait for a route. Answers are kept for `VALID_S`, so a revoked
-token ends within that time. While the metaserver does not answer, tokens that it accepted before are admitted, as
-brokers do.
+Every address below `/v1/` needs a token; the others admit every caller or check the token themselves. Tokens are
+checked at the metaserver, and brokers check them again at each connection. Without this check each wrong token would
+open connections of its own, and a token without the right to a subject would wait for a route. Answers are kept for
+`VALID_S`, so a revoked token ends within that time. While the metaserver does not answer, tokens that it accepted
+before are admitted, as brokers do.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ PATH_CHARS_MAX = 400
 VALID_S = 10.0
 ANSWER_S = 5.0
 CHECKS_MAX = 16
-"""Checks at the same time: a crowd with wrong tokens uses no more threads."""
+"""Limit of checks at the same time, so that many wrong tokens use few threads."""
 KNOWN_MAX = 10_000
 ANSWER_BYTES_MAX = 1 << 20
 _Key = tuple[str, bytes]
 """Address at the metaserver, hash of the token."""
 
 CLIENT = "/meta/routes"
-"""Routes need the role client. Without a subject this address checks the token, and then refuses the request."""
+"""Address of routes, which need the role client. Without a subject it checks the token and refuses the request."""
 VIEWER = "/api/v1/ListMetaservers"
 
 
@@ -60,22 +60,22 @@ class Access:
         self._metaservers = metaserver_urls(metaserver)
         self._app = app
         self._accepted: OrderedDict[_Key, float] = OrderedDict()
-        """Until when, the one used before all others first."""
+        """End of the validity of accepted tokens, the one unused for longest first."""
         self._refused: dict[_Key, tuple[float, QmqError]] = {}
         self._asked: dict[_Key, asyncio.Task[QmqError | None]] = {}
         self._checks = asyncio.Semaphore(CHECKS_MAX)
 
     async def check_subject(self, token: str, subject: str, *, produces: bool) -> None:
-        """Return if a token may produce to, or consume from, a subject.
+        """Check that a token may produce to, or consume from, a subject.
 
         Raises:
-            MissingRight: it may not. AccessError, NotServed: see `check`.
+            MissingRight: the token lacks the right. AccessError, NotServed: see `check`.
         """
         words = {"app": self._app, "clientId": f"{self._app}-access", "subject": subject}
         await self.check(token, f"{CLIENT}?{urlencode(words | {'produces': str(produces).lower()})}")
 
     async def check(self, token: str, address: str = CLIENT) -> None:
-        """Return if the metaserver accepts the token at an address of its own.
+        """Check that the metaserver accepts the token at one of its addresses.
 
         Raises:
             AccessError: the token is missing, wrong, or lacks the role.
@@ -117,7 +117,7 @@ class Access:
         return error
 
     def _answer(self, address: str, token: str) -> QmqError | None:
-        """Return the error of a token; None: it is accepted. Blocks."""
+        """Return the error of a token, or None if it is accepted. Blocks."""
 
         def ask(url: str) -> QmqError | None:
             request = Request(f"{url}{address}", headers={"X-Api-Token": token})
@@ -134,7 +134,7 @@ class Access:
             return NotServed(f"the token cannot be checked, no metaserver answers: {cause_of(error)}")
 
     async def trouble(self) -> str:
-        """Return why no metaserver answers, or ""."""
+        """Return the reason why no metaserver answers, or ""."""
         try:
             async with self._checks:
                 await asyncio.to_thread(find_metaserver, self._metaservers, timeout_s=ANSWER_S)
@@ -144,7 +144,7 @@ class Access:
 
 
 def _missing_right(answer: bytes) -> MissingRight | None:
-    """Return the error of a route that the metaserver refuses for the token's rights; other reasons may end."""
+    """Return the error if an answer refuses a route for the token's rights, or None: other reasons may be temporary."""
     try:
         routes = json.loads(answer)["routes"]
         return next(
@@ -155,7 +155,7 @@ def _missing_right(answer: bytes) -> MissingRight | None:
 
 
 def _refusal(status: int, text: bytes, address: str) -> QmqError | None:
-    """Return the error that an answer of the metaserver stands for; None: it accepts the token.
+    """Return the error that an answer of the metaserver stands for, or None if it accepts the token.
 
     Raises:
         NotServed: another metaserver may answer.
@@ -241,7 +241,7 @@ class Guard:
 
 
 class _Answer:
-    """Answer of one request: notes its status and length."""
+    """Answer of one request, with its status and length."""
 
     def __init__(self, send: Send) -> None:
         self.began_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Shell. Builds a gateway, serves until SIGTERM or Ctrl-C, returns undecided messages."""
+"""Shell. Main of a gateway: serves until SIGTERM or Ctrl-C, then returns undecided messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("qmq.gateway")
 
 
 async def serve(settings: GatewaySettings, stop: asyncio.Event) -> bool:
-    """Run until `stop`; no thread hangs then. Raise OSError if the port is taken."""
+    """Run until `stop`; return False, because no thread waits for a database. Raises OSError if the port is taken."""
     listener = listen(await bind_address(settings.host), settings.http_port)
     cut_off_stalled(listener, settings.stall_s)
     configure_access_log(settings.access_log)
@@ -39,7 +39,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> bool:
     try:
         await asyncio.wait({stopping, serving, ticking}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        await clients.close()  # the port still answers: acks that came are stored, pulls end
+        await clients.close()  # the port still answers meanwhile: received acks are stored, pulls end
         for task in (serving, ticking, stopping):
             task.cancel()
         results = await asyncio.gather(serving, ticking, return_exceptions=True)
@@ -50,7 +50,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> bool:
 
 
 def cut_off_stalled(listener: socket.socket, stall_s: int) -> None:
-    """Let the kernel end connections whose client reads nothing for so long (Linux)."""
+    """Let the kernel end connections whose client reads nothing for `stall_s` (Linux)."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_s * 1000)
 

@@ -1,4 +1,4 @@
-"""Shell. The gateway's metrics."""
+"""Shell. Metrics of the gateway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Core. JSON of requests and answers as pydantic models, to messages and from them."""
+"""Core. JSON of requests and answers as pydantic models, and its conversion to messages and from them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from qmq.gateway.outcomes import Code, error_of_receipt
 from qmq.message import Message, Value
 
 BATCH_MAX = 1_000
-"""Messages of one request, handles of one decision."""
+"""Limit of messages in one request, and of handles in one decision."""
 HANDLE_CHARS_MAX = 64
 REASON_CHARS_MAX = 1_000
 CONTENT_TYPE_CHARS_MAX = 200
@@ -50,7 +50,7 @@ class Given(BaseModel):
 
 
 class MessageIn(Given):
-    """A message to store."""
+    """Message to store."""
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"properties": {"orderNo": "17", "seats": 2}, "tags": ["paid"]}]}
@@ -104,7 +104,7 @@ class MessageIn(Given):
         return not (self.delay_s is None and self.at is None and self.key is None)
 
     def fingerprint(self) -> bytes:
-        """Return a hash of the content, by which a repeat is compared."""
+        """Return a hash of the content, with which a repeat is compared."""
         content = sha256(self.model_dump_json(exclude={"body", "body_base64"}).encode())
         if self._payload is not None:
             content.update(b"\n" + self._payload)
@@ -151,7 +151,7 @@ class BatchIn(Given):
 
 
 class ErrorBody(BaseModel):
-    """An error, for programs and for people."""
+    """Error, for programs and for people."""
 
     code: Code
     message: str
@@ -186,7 +186,7 @@ class BatchSent(BaseModel):
 
 
 class Delivered(BaseModel):
-    """A message for the consumer group."""
+    """Message for the consumer group."""
 
     handle: str = Field(description="Names this delivery, for ack, nack, dead-letter and renew.")
     id: str
@@ -314,7 +314,7 @@ def _payload(body: bytes | None, content_type: str) -> tuple[str | None, str | N
 
 
 def _plain(properties: Mapping[str, Value]) -> dict[str, Any]:
-    """Return properties as JSON has them: moments, and numbers that are none in JSON, as text."""
+    """Return properties as values of JSON: times, and numbers that JSON lacks, as text."""
 
     def shown(value: Value) -> Value:
         if isinstance(value, float) and not math.isfinite(value):

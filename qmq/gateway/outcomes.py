@@ -98,11 +98,11 @@ _CODES: tuple[tuple[type[QmqError], Code], ...] = (
     (AskAnotherBroker, Code.NOT_SERVED),
     (OutcomeUnknown, Code.UNKNOWN),
 )
-"""The first class that fits determines the code."""
+"""Class of an error -> code. The first class that fits determines the code."""
 
 
 class Refused(Exception):
-    """Ends a request with an error."""
+    """Exception that ends a request with an error."""
 
     def __init__(self, code: Code, message: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(message)
@@ -125,7 +125,7 @@ class HttpError:
         return {"code": self.code, "message": self.message, "remedy": REMEDIES[self.code]}
 
     def all_headers(self) -> dict[str, str]:
-        """Return the headers, with those that belong to the code."""
+        """Return the error's headers, with those of its code."""
         return headers_of(self.code) | self.headers
 
 
@@ -136,7 +136,7 @@ def headers_of(code: Code) -> dict[str, str]:
 
 
 def code_of(error: QmqError) -> Code:
-    """Return the code of an error; other errors than those of the table were not foreseen."""
+    """Return the code of an error by the table, or NOT_SERVED for an unexpected error."""
     return next((code for kind, code in _CODES if isinstance(error, kind)), Code.NOT_SERVED)
 
 
@@ -145,7 +145,7 @@ def error_of(error: QmqError) -> HttpError:
 
 
 def error_of_receipt(receipt: Receipt) -> HttpError | None:
-    """Return the error of a message that is not known to be stored; None: it is stored."""
+    """Return the error of a message that is not known to be stored, or None if it is stored."""
     if receipt.outcome is Outcome.STORED:
         return None
     if receipt.outcome is Outcome.UNKNOWN or receipt.error is None:
@@ -158,7 +158,7 @@ _WORST_FIRST = (Code.UNKNOWN, Code.NOT_SERVED, Code.LIMIT)
 
 
 def worst(codes: list[Code]) -> Code | None:
-    """Return the code of a request with several outcomes: one that a repeat may change, else the first; None: all are
-    done.
+    """Return the code of a request with several outcomes: one that a repeat may change, or else the first; None if all
+    are done.
     """
     return next((code for code in _WORST_FIRST if code in codes), codes[0] if codes else None)

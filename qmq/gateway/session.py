@@ -1,20 +1,20 @@
 """Shell. Session of a client in a consumer group: a consumer and puller of the native protocol, and its deliveries.
 
-request                       session
-pull, stream                  opens it; its messages get a handle and a lease
-ack, nack, dead-letter        decides messages, and waits until a broker has stored that
-none within the lease         the message is nacked, so it goes to any consumer, and counts as an attempt
-none for `session_idle_s`     without undecided messages the session ends; prefetched messages go back
-DELETE, or the process stops  ends it; undecided messages go back at once
+    request                       session
+    pull, stream                  opens it; its messages get a handle and a lease
+    ack, nack, dead-letter        decides messages, and waits until a broker has stored that
+    none within the lease         the message is nacked, so it goes to any consumer, and counts as an attempt
+    none for `session_idle_s`     without undecided messages the session ends; prefetched messages go back
+    DELETE, or the process stops  ends it; undecided messages go back at once
 
 A stream sends its messages as server-sent events:
 
-: keep-alive          a comment, while there is no message
-id: HANDLE            a message; its handle is also in the data
-event: message
-data: {JSON}
-event: error          the stream ends
-data: {"error": {…}}
+    : keep-alive          a comment, while there is no message
+    id: HANDLE            a message; its handle is also in the data
+    event: message
+    data: {JSON}
+    event: error          the stream ends
+    data: {"error": {…}}
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from qmq.gateway.settings import GatewaySettings
 from qmq.logs import retrieve_error
 
 JOIN_S = 3.0
-"""Time beyond the wait of a pull, in which a new session connects."""
+"""Time for a new session to connect, in addition to the wait of a pull."""
 HOST_CHARS = 30
 
 Outcome = Literal["stored", "renewed", "gone", "decided", "unknown"]
 
 
 class Place(NamedTuple):
-    """A client in a group. A token has at most one session for it."""
+    """Client in a consumer group of a subject. A token has at most one session for it."""
 
     subject: str
     group: str
@@ -69,7 +69,7 @@ class SessionTerms:
 
 
 class Session:
-    """Made for the first request of a place; ends with `close`. Used on the gateway's loop.
+    """Session of one place. Made for the place's first request; ends with `close`. Used on the gateway's loop.
 
     Raises:
         CallError: a name or another argument is not valid.
@@ -88,7 +88,7 @@ class Session:
         self._has_room = asyncio.Event()
         self._is_closed = False
         self.has_ended = False
-        """Whether its subscription ended with an error: the next request opens another session."""
+        """Whether the subscription ended with an error. Then the next request opens another session."""
         consumer = Consumer(
             metaserver=settings.metaserver,
             app=settings.app,
@@ -111,7 +111,7 @@ class Session:
         await self._puller.__aenter__()
 
     async def close(self) -> None:
-        """Send decisions; undecided messages go back to the group. Calls of `pull` end with ClientClosed."""
+        """Send decisions; undecided messages return to the group. Calls of `pull` end with ClientClosed."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -147,7 +147,7 @@ class Session:
         await self._has_room.wait()
 
     async def pull(self, count: int, *, wait_s: float, lease_s: float) -> list[Delivered]:
-        """Return up to `count` messages; without any, wait up to `wait_s` for the first one. Cancelling loses none.
+        """Return up to `count` messages; without any, wait up to `wait_s` for the first one. A cancellation loses none.
 
         Raises:
             Refused: too many messages are undecided.
@@ -177,7 +177,7 @@ class Session:
         try:
             handle = self.deliveries.add(message, self._clock() + lease_s)
             shown = delivered_of(message, handle, lease_s)
-        except InvalidMessage as error:  # bytes of a foreign producer: a dead letter in the end, as with a handler
+        except InvalidMessage as error:  # bytes of a foreign producer: in the end a dead letter, as with a handler
             self.deliveries.decide(handle, Decision.NACK)
             message.nack_nowait(str(error))
             return None
@@ -187,7 +187,7 @@ class Session:
     async def decide(
         self, handles: Sequence[str], decision: Decision, reason: str = "", delay_s: float | None = None
     ) -> list[Result]:
-        """Decide messages and wait until brokers have stored that; the first decision on a message counts.
+        """Decide messages and wait until brokers have stored the decisions. The first decision on a message counts.
 
         Raises:
             InvalidRequest: the delay is too long. Nothing was decided.
@@ -211,7 +211,7 @@ class Session:
         return results
 
     def _found(self, handle: str) -> Delivery[ReceivedMessage] | None:
-        """Return a delivery; None: its handle is gone."""
+        """Return a delivery, or None if its handle is gone."""
         delivery = self.deliveries.find(handle)
         if delivery is not None and delivery.message is not None and delivery.message.is_dropped:
             return None
@@ -266,7 +266,7 @@ _KEEP_ALIVE = ": keep-alive\n\n"
 
 
 class ClientLeft(Exception):
-    """The client closed its connection; nothing can be sent."""
+    """Exception: the client closed its connection, so nothing can be sent."""
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -281,7 +281,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     finally:
         gone.cancel()
         if not task.done():
-            task.add_done_callback(retrieve_error)  # its client left
+            task.add_done_callback(retrieve_error)  # its client has left, so nothing else reads the error
             task.cancel()
             await asyncio.wait({task})
     if task.cancelled():

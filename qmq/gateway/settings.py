@@ -14,7 +14,7 @@ from qmq.types import Host
 
 @dataclass(frozen=True)
 class GatewaySettings:
-    """Settings of a gateway at its start. It has no token: each request brings its own."""
+    """Settings of a gateway at its start. It has no token of its own, because each request has one."""
 
     metaserver: str = setting(why="HTTP addresses of the metaservers, separated by commas")
     app: str = setting("gateway", why="application name, shown to operators")

@@ -1,4 +1,4 @@
-"""Shell. Filter that lets a message through once: claim its key, handle the message, mark the key as handled."""
+"""Shell. Filter that passes a message on once: claim its key, handle the message, mark the key as handled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 async def in_thread(call: Callable[[], T]) -> T:
     """Run a blocking call in a thread. A cancelled caller continues only after the call, which cannot be stopped.
 
-    So a later step, such as undoing it, finds the call done.
+    So a later step, for instance one that undoes the call, finds it done.
     """
     task = asyncio.ensure_future(asyncio.to_thread(call))
     try:
@@ -33,16 +33,16 @@ async def in_thread(call: Callable[[], T]) -> T:
 log = bounded(__name__)
 
 RENEWALS_PER_LEASE = 3
-"""Two renewals may fail or be late before another consumer takes the message."""
+"""Number of renewals per lease. Two may fail or be late before another consumer takes the message."""
 
 
 class Idempotence:
     """Filter for `Consumer.listen`: a message already handled by the group is acked without calling the handler.
 
-    The key is claimed before the handler and marked as handled after it, each in a step of its own. If the process dies
-    in between, the claim's lease ends and the message is handled again. So no message is lost, and only a crash within
-    or right after the handler repeats one. To exclude that too, write the key in the handler's database transaction:
-    `qmq.idempotence.transaction`.
+    The key is claimed before the handler and marked as handled after it, each in a step of its own. If the process
+    crashes in between, the claim's lease ends and the message is handled again. So no message is lost, and only a crash
+    within or right after the handler repeats one. To exclude that too, write the key in the handler's database
+    transaction: `qmq.idempotence.transaction`.
 
     If two processes have the same message at the same time, one handles it, and the other asks for redelivery after the
     lease. If the handler raises, the key is released before the message fails.
@@ -50,13 +50,14 @@ class Idempotence:
     Args:
         keys: store of keys, for instance `SqlKeys(engine)`.
         key: identifies the work instead of the message's id, for instance `lambda message: message["orderNo"]`.
-        lease_s: delay of a message after its process died. The lease is renewed while a handler runs.
-        done_for: errors that mark a message as handled. It fails, is redelivered, and is acked then.
-        handle_anyway: handle messages even if the store fails, perhaps more than once; otherwise they fail.
+        lease_s: delay of a message after its process crashed. The lease is renewed while a handler runs.
+        done_for: errors that mark a message as handled. The message fails, is redelivered, and is then acked.
+        handle_anyway: whether messages are handled even if the store fails, perhaps more than once; otherwise they
+            fail.
     """
 
     needs_auto_ack = True
-    """The handler's own ack would be sent before the key is stored, its own nack after."""
+    """True, because the handler's own ack would be sent before the key is stored, its own nack after."""
 
     def __init__(
         self,
@@ -130,10 +131,12 @@ class _Held:
     async def finish(self) -> None:
         if not await self._keys.finish(self._key, self._owner):
             log.warning("key was taken by another process while its message was handled key=%s", self._key)
-            raise RetryLater(self._lease_s)  # by then the other consumer's outcome is known
+            raise RetryLater(self._lease_s)  # by then the other process's outcome is known
 
     async def release(self) -> None:
-        """Release the key. If that fails, the lease ends it later; the handler's error matters more."""
+        """Release the key. A failure is only logged, because the lease ends the claim later and the handler's error
+        matters more.
+        """
         try:
             await self._keys.release(self._key, self._owner)
         except Exception as error:

@@ -25,7 +25,7 @@ from qmq.errors import InvalidMessage, InvalidRequest
 from qmq.message import text_of
 
 KeyOf = Callable[[ReceivedMessage], str]
-"""Name of a message's work: a group handles messages of a subject with equal names once."""
+"""Function that returns the name of a message's work. A group handles messages of a subject with equal names once."""
 
 
 class State(Enum):
@@ -59,7 +59,7 @@ class KeyStore(Protocol):
         """Mark the message as handled; return False if `owner` no longer has the key."""
 
     async def release(self, key: str, owner: str) -> None:
-        """Remove the claim if it is still `owner`'s."""
+        """Remove the claim if it still belongs to `owner`."""
 
 
 def message_key(message: ReceivedMessage, name_of: KeyOf | None) -> str:
@@ -73,7 +73,7 @@ def message_key(message: ReceivedMessage, name_of: KeyOf | None) -> str:
     """
     given = message.id if name_of is None else name_of(message)
     try:
-        name = text_of(given)  # as the property's text on the wire, whichever client sent it
+        name = text_of(given)  # as the property's text in the encoded message, for every client
     except InvalidMessage:
         raise InvalidRequest(
             f"the key of message {message.id} is a str, not {given!r:.100}; write str() around it"
@@ -86,13 +86,13 @@ def message_key(message: ReceivedMessage, name_of: KeyOf | None) -> str:
 def key_digest(key: str) -> str:
     """Return 64 hexadecimal digits that stand for `key` in a database.
 
-    Databases cut long texts, and many ignore case or trailing blanks; two messages would then share a key.
+    Databases cut long texts, and many ignore case or trailing blanks, so two messages could share a key.
     """
     return sha256(key.encode()).hexdigest()
 
 
 class MemoryKeys:
-    """Keys of the messages last handled by this process; no other process sees them.
+    """Keys of the messages last handled by this process; other processes do not share them.
 
     A claim needs no lease: it ends with its handler in this process. While a message is being handled, its second
     delivery asks for redelivery after a lease.

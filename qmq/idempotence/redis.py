@@ -55,7 +55,7 @@ class RedisKeys:
 
     Args:
         client: an asyncio client, or a blocking one; its calls then run in threads.
-        keep_s: how long handled messages are remembered; later redeliveries are handled again.
+        keep_s: time for which handled messages are remembered; later redeliveries are handled again.
         prefix: prefix of all keys in Redis.
     """
 

@@ -19,7 +19,9 @@ from qmq.outbox.sqlalchemy import run, run_async
 T = TypeVar("T")
 
 CLAIMS_MAX = 10
-"""Attempts to claim. A key may be released between the insert and the select, each time by a failure elsewhere."""
+"""Limit of attempts to claim. Between the insert and the select, the key may be released by a failure in another
+process.
+"""
 
 
 class SqlKeys:
@@ -81,10 +83,10 @@ class SqlKeys:
         await self._run(lambda connection: self._table.release(connection, key, owner))
 
     async def _run(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` in a transaction and commit it; once more if a pooled connection was broken.
+        """Run `work` in a transaction and commit it; repeat it once if a pooled connection was broken.
 
-        A restarted database ends all pooled connections, and the first error of one discards the pool. Each step may be
-        repeated: a claim whose commit was lost counts as another process's until its lease ends.
+        A restarted database ends all pooled connections, and the first error discards the pool. Each step may be
+        repeated: a claim whose commit was lost counts as a claim of another process until its lease ends.
         """
         try:
             return await self._run_once(work)

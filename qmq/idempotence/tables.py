@@ -64,7 +64,7 @@ def _table(metadata: MetaData, name: str, *columns: Column[Any]) -> Table:
 
 
 class KeyRefused(Exception):
-    """The table has the key, or rejects it for another reason, which is the cause."""
+    """Error: the table has the key, or rejects it for another reason, which is the `__cause__`."""
 
 
 class HandledTable:
@@ -81,7 +81,7 @@ class HandledTable:
 
         Raises:
             KeyRefused: the table rejects the key. Roll back, then call `check_handled`.
-            InvalidRequest: the connection is in no transaction; the key would be kept without the work.
+            InvalidRequest: the connection is in no transaction, so the key would be kept without the work.
         """
         check_atomic(connection)
         try:
@@ -90,7 +90,7 @@ class HandledTable:
             raise KeyRefused from error
 
     def check_handled(self, connection: Connection, key: str, refused: KeyRefused) -> None:
-        """Raise the database's error unless the message is handled: the key may have violated another rule."""
+        """Raise the database's error unless the message is handled, because the key may have violated another rule."""
         is_key = self.table.c.message_key == key_digest(key)
         if connection.execute(select(self.table.c.message_key).where(is_key)).first() is None:
             raise refused.__cause__ or refused
@@ -116,7 +116,7 @@ class ClaimsTable:
         connection.execute(self.table.insert().values(message_key=key_digest(key), owner=owner, **lease))
 
     def take_expired(self, connection: Connection, key: str, owner: str, now_ms: int, lease_ms: int) -> Claim | None:
-        """Take a claim with an ended lease, or return the key's state; None if it no longer exists."""
+        """Take a claim whose lease has ended, or return the key's state; None if the key no longer exists."""
         columns, is_key = self._columns, self._columns.message_key == key_digest(key)
         taken = connection.execute(
             update(self.table)
@@ -142,13 +142,13 @@ class ClaimsTable:
         connection.execute(delete(self.table).where(self._is_owned(key, owner)))
 
     def forget(self, connection: Connection, before: datetime, now_ms: int) -> int:
-        """Delete keys last changed before `before`, except held ones; return their number."""
+        """Delete keys last changed before `before`, except claims whose lease has not ended; return their number."""
         columns = self._columns
         is_over = columns.owner.is_(None) | (columns.lease_end_ms <= now_ms)
         return connection.execute(delete(self.table).where(columns.updated_ms < _ms(before), is_over)).rowcount
 
     def _change(self, connection: Connection, key: str, owner: str, values: dict[str, int | None]) -> bool:
-        """Change the row if `owner` has it; return whether it did."""
+        """Change the row if `owner` has the key; return whether it was changed."""
         return bool(connection.execute(update(self.table).where(self._is_owned(key, owner)).values(values)).rowcount)
 
     def _is_owned(self, key: str, owner: str) -> ColumnElement[bool]:

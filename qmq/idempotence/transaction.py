@@ -29,14 +29,15 @@ class SqlTransaction:
 
     The key is inserted first, in the same transaction. When the handler returns, the transaction is committed and then
     the message is acked. A failure before the commit leaves nothing written, and the message is redelivered. If the ack
-    is lost, the redelivered message's key exists, and it is acked. An error of the commit is an error of the message.
+    is lost, the redelivered message's key exists, so it is acked without the handler. An error of the commit is an
+    error of the message.
 
     If two processes have the same message, the database makes the second wait at the key for the end of the first.
 
     Messages sent with `session=once.session` are written in that transaction and sent after its commit.
 
-    The transaction belongs to the filter. A handler's `session.commit()` and `session.rollback()` reach back only to a
-    savepoint after the key, so that nothing is kept before the whole.
+    The transaction belongs to the filter. A handler's `session.commit()` and `session.rollback()` affect only a
+    savepoint after the key, so that no part is kept before the whole.
 
     Args:
         engine: the application's database. Each running handler uses one pooled connection.
@@ -45,7 +46,7 @@ class SqlTransaction:
     """
 
     needs_auto_ack = True
-    """The handler's own ack would be sent before the commit."""
+    """True, because the handler's own ack would be sent before the commit."""
 
     def __init__(self, engine: AsyncEngine, *, key: KeyOf | None = None, table: str = HANDLED) -> None:
         self._engine = engine

@@ -1,8 +1,8 @@
 """Core. Quarantine: bytes that had to leave a log, each with a report of the message ids in them.
 
-quarantine/<begin>-<end>-<n>.bytes    bytes that were cut off or replaced
-quarantine/<begin>-<end>-<n>.json     their place, the reason, the ids of their messages
-quarantine/<begin>-<end>-<why>-<n>/   a whole copy that was set aside
+    quarantine/<begin>-<end>-<n>.bytes    bytes that were cut off or replaced
+    quarantine/<begin>-<end>-<n>.json     their place, the reason, the ids of their messages
+    quarantine/<begin>-<end>-<why>-<n>/   a whole copy that was set aside
 
 The folder is bounded. Bytes that another copy has are deleted first, beginning with the oldest part of the log. A
 possible last copy of a message is *evidence*; only an operator deletes it.

@@ -1,4 +1,4 @@
-"""Core. A claim: the batch that a row of an outbox travels in, stored in the row before the batch is sent.
+"""Core. Claim: the name of the batch in which a row of an outbox is sent, stored in the row before the send.
 
     <producer id>:<number>:<term>:<broker group>        the first three hexadecimal; `claim varchar(128)`
 
@@ -7,8 +7,8 @@ never change. The term belongs to the leader responsible for the claim. A new le
 own; every later write of the old leader then misses the claim. A relaying producer uses a random term from RELAY_TERM
 on, above all terms of leaders, and replaces terms in the same way.
 
-Below the claims is the work that a drain gives its database, one transaction at a time. Each kind may be repeated when
-its outcome is unknown: every write is conditional on the expected claim. `qmq.outbox.statements` carries it out.
+Below the claims is the work of a drain in its database, one transaction at a time. Each kind may be repeated when its
+outcome is unknown, because every write is conditional on the expected claim. `qmq.outbox.statements` carries it out.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from qmq.outbox.row import decode_row
 from qmq.subjects import check_subject, is_derived_name
 
 PRODUCER_BITS = 52
-"""A claim has 128 characters, a group's name up to 100, which leaves 13 hexadecimal digits for the producer."""
+"""Size of a producer id. A claim has 128 characters and a group's name up to 100, which leaves 13 hex digits."""
 RELAY_TERM_BITS = 27
-"""Seven hexadecimal digits are left for the term, with five for the number."""
+"""Size of a relay's random term. Seven hexadecimal digits are left for the term, with five for the number."""
 RELAY_TERM = 1 << RELAY_TERM_BITS
 CREATED_AT, CREATED_BYTES = 1, 8
 """Place of the creation time in an encoded message (`qmq.codec`)."""
@@ -59,12 +59,12 @@ class ClaimName(NamedTuple):
 
 
 def is_relay(term: int) -> bool:
-    """Return whether a term is a relaying producer's, not a watchdog's."""
+    """Return whether a term is of a relaying producer, not of a watchdog."""
     return term >= RELAY_TERM
 
 
 class Candidate(NamedTuple):
-    """A decoded row: its encoded message, or the `problem` that prevents sending it."""
+    """Decoded row: its encoded message, or the `problem` that prevents sending it."""
 
     id: int
     errors: int
@@ -92,7 +92,7 @@ def candidate_of(id: int, content: str | None, errors: int, now_ms: int) -> Cand
     try:
         message = decode_row(content)
         subject = check_subject(message.subject)
-        if is_derived_name(subject):  # tokens need a special right for it, and rows carry no token
+        if is_derived_name(subject):  # tokens need a special right for such a subject, and rows have no token
             raise InvalidName(
                 f"subject {subject!r} holds the retries or dead letters of a consumer group; only Redrive sends there"
             )
@@ -119,14 +119,14 @@ def batch_of(name: ClaimName, rows: Sequence[Candidate]) -> NumberedBatch:
 
 
 class Due(NamedTuple):
-    """A moment by the database's clock: `plus_ms` after the `clock` of a page; None: after this write."""
+    """Time by the database's clock: `plus_ms` after the `clock` of a page, or after this write if that is None."""
 
     clock: object
     plus_ms: int
 
 
 class Postponed(NamedTuple):
-    """Rows that no group accepts now, with the reason; not read again before they are due."""
+    """Rows that no group accepts now, with the reason. They are not read again before they are due."""
 
     ids: list[int]
     due: Due
@@ -142,7 +142,9 @@ class ReadPage:
 
 
 class Page(NamedTuple):
-    """`after`: beginning of the next page; None after the last one. `clock`: the database's clock, or None."""
+    """Page of rows. `after`: beginning of the next page, or None after the last one. `clock`: the database's clock, or
+    None.
+    """
 
     rows: list[Candidate]
     after: tuple[object, int] | None
@@ -167,7 +169,7 @@ class ClaimRows:
 
 
 class Released(NamedTuple):
-    """Rows of a claim that were certainly not stored: claimed again when due, with `failures` more errors."""
+    """Rows of a claim that were certainly not stored. They are claimed again when due, with `failures` more errors."""
 
     claim: str
     ids: list[int]
@@ -177,7 +179,7 @@ class Released(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """A finished claim: stored rows are deleted, the others parked with their reasons."""
+    """Finished claim: stored rows are deleted, the others parked with their reasons."""
 
     claim: str
     stored: list[int]
@@ -194,15 +196,15 @@ class SettleClaims:
 
 @dataclass(frozen=True, slots=True)
 class ReadClaims:
-    """Read claims up to a bound, after `after` in text order; "": from the beginning, including the empty claim.
-    Answer: list of Known.
+    """Read a bounded number of claims, after `after` in text order; "" reads from the beginning, the empty claim
+    included. Answer: list of Known.
     """
 
     after: str = ""
 
 
 class Known(NamedTuple):
-    """A claim in the database. `age_ms`: time since it was first written, by the database's clock."""
+    """Claim in the database. `age_ms`: time since it was first written, by the database's clock."""
 
     claim: str
     age_ms: int
@@ -210,7 +212,7 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdoptClaims:
-    """Replace the claim `old` by `new`. Answer: its rows by id; none if it is gone."""
+    """Replace the claim `old` by `new`. Answer: its rows by id; none if the claim is gone."""
 
     old: str
     new: str

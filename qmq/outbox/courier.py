@@ -1,4 +1,4 @@
-"""Shell. Sends the messages of committed transactions and deletes their rows; unsent rows stay, to be relayed.
+"""Shell. Courier: sends the messages of committed transactions and deletes their rows; unsent rows stay, to be relayed.
 
 `find` and `find_database` recognise the `session` and `outbox` arguments of a producer without importing libraries that
 the application does not use.
@@ -34,14 +34,14 @@ from qmq.plain import plain
 from qmq.subjects import check_subject
 
 _FINDERS = {"sqlalchemy": "qmq.outbox.sqlalchemy", "django": "qmq.outbox.django"}
-"""A session cannot come from a library that is not imported."""
+"""Finders by library. Only imported libraries are asked, because a session of another one cannot exist."""
 
 
 def find_database(outbox: object) -> Database:
     """Return the database for the argument `outbox` of a producer.
 
     Raises:
-        InvalidRequest: it is no database.
+        InvalidRequest: `outbox` is no database.
     """
     if isinstance(outbox, str):
         if "django" not in sys.modules:
@@ -49,7 +49,7 @@ def find_database(outbox: object) -> Database:
         connections = import_module("django.db").connections
         if outbox not in connections:
             raise InvalidRequest(f"outbox={outbox!r}: Django's DATABASES has {', '.join(connections)}")
-        if connections[outbox].in_atomic_block:  # the caller's; its first message opens the producer
+        if connections[outbox].in_atomic_block:  # in the caller's transaction, whose first message opens the producer
             return import_module(_FINDERS["django"]).DjangoDatabase(outbox)  # type: ignore[no-any-return]
         return find_database(connections[outbox])
     if inspect.isfunction(outbox) or inspect.ismethod(outbox) or isinstance(outbox, partial):
@@ -76,7 +76,7 @@ def find(session: object) -> Transaction | AsyncTransaction | Database:
     """Return the transaction or database for the argument `session` of a producer.
 
     Raises:
-        InvalidRequest: it is something else.
+        InvalidRequest: `session` is neither.
     """
     if isinstance(session, dbapi.Transaction | dbapi.Database):
         return session
@@ -96,7 +96,9 @@ T = TypeVar("T")
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
 TRIES_MAX = 3
-"""A pooled connection may be dead, and the database ends one of two deadlocked transactions."""
+"""Attempts of work in the database. A pooled connection may be broken, and the database ends one of two deadlocked
+transactions.
+"""
 
 
 @dataclass(slots=True)
@@ -114,7 +116,7 @@ class Courier:
         send_many: the producer's method.
         table: name of the outbox in all databases, or schema.table.
         id_prefix: unique prefix for ids of messages without one.
-        messages_max: committed messages on their way; further ones stay in the outbox, to be relayed.
+        messages_max: limit of committed messages on their way. Further ones stay in the outbox, to be relayed.
         used: called with each database that has messages.
         left: called with a database and the reason when rows were not sent.
     """
@@ -150,8 +152,9 @@ class Courier:
 
         Raises:
             InvalidName, InvalidMessage: a message can never be sent; none was taken.
-            InvalidRequest: this is no session, or its rows would not be part of the application's transaction.
-            An error of the driver: the rows cannot be written. The transaction can no longer be committed.
+            InvalidRequest: `session` is no session, or its rows would not be part of the application's transaction.
+            Exception: an error of the driver; the rows cannot be written, and the transaction can no longer be
+                committed.
         """
         found, items = find(session), self.items(messages)
         if not items:
@@ -168,7 +171,7 @@ class Courier:
     # From any thread.
 
     def stage_here(self, messages: Iterable[Message], session: object, run: Run) -> list[Future[Receipt]]:
-        """Do the same for programs without coroutines; `run` runs a coroutine on the loop and waits for it.
+        """Do as `stage` for programs without coroutines; `run` runs a coroutine on the loop and waits for it.
 
         Raises:
             InvalidRequest: also if the session is one for coroutines.
@@ -214,7 +217,7 @@ class Courier:
         return Item(self, copy, encode_row(copy, now_ms))
 
     def committed(self, written: Written) -> None:
-        """Send messages with committed rows. Never raises: an error would look like a failed commit."""
+        """Send messages with committed rows. Never raises, because an error would look like a failed commit."""
         self._arrived.append(written)
         try:
             self._loop.call_soon_threadsafe(self._begin)
@@ -224,8 +227,8 @@ class Courier:
     # On the loop.
 
     async def keep(self, items: list[Item], database: Database) -> None:
-        """Outside of a transaction: write rows, then send. If the rows cannot be written, the messages are sent all the
-        same.
+        """Write rows outside of the application's transactions, then send. If the rows cannot be written, the messages
+        are sent all the same.
 
         Raises:
             QueueFull: too many messages are on their way; nothing was written.
@@ -270,7 +273,7 @@ class Courier:
     def _delivered(self, written: Written, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)
         self._messages -= len(written.items)
-        are_unknown(written.items)  # only after a cancel; otherwise they have outcomes
+        are_unknown(written.items)  # without effect unless the task was cancelled: otherwise they have outcomes
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("messages stay in the outbox error=%r", error)
 
@@ -289,7 +292,7 @@ class Courier:
             await self._delete(database, await self._stored(database, rows, receipts))
 
     async def _there(self, database: Database, items: Sequence[Item], rows: Sequence[Inserted]) -> Sequence[Item]:
-        """Return the messages with rows in the database, and end the others."""
+        """Return the messages whose rows are in the database, and end the others."""
         heads = await self._heads(database, rows)
         if heads is None:
             are_unknown(items)
@@ -336,7 +339,7 @@ class Courier:
     async def _stored(
         self, database: Database, rows: Sequence[Inserted], receipts: Sequence[Receipt]
     ) -> Sequence[Inserted]:
-        """Return the rows of stored messages: all, or those with the name of a stored message in their content."""
+        """Return the rows of stored messages: all rows, or those whose content has the id of a stored message."""
         left = {receipt.message_id for receipt in receipts if not receipt.is_stored}
         if not left:
             return rows
@@ -362,7 +365,7 @@ class Courier:
         work: Callable[[Rows, Sequence[Inserted]], Any],
         failed: str,
     ) -> _Batch:
-        """Do `work` on rows. Rows gather while another task works, so that the outbox takes one connection, not all."""
+        """Do `work` on rows. Rows gather while another task works, so that the outbox uses one connection, not all."""
         batch = waiting.setdefault(database, _Batch())
         batch.rows.extend(rows)
         async with self._locks.setdefault(database, asyncio.Lock()):

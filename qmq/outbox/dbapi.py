@@ -1,4 +1,4 @@
-"""Shell. The outbox within transactions of plain DB-API connections: sqlite3, psycopg, PyMySQL and the like."""
+"""Shell. Outbox within transactions of plain DB-API connections: sqlite3, psycopg, PyMySQL and the like."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _FLAVORS = {
     "pymysql": Flavor.MYSQL,
     "MySQLdb": Flavor.MYSQL,
 }
-"""By the driver's module; the server's version distinguishes MySQL from MariaDB."""
+"""Kinds of databases by the driver's module; the server's version distinguishes MySQL from MariaDB."""
 
 
 _numbers = count(1)
-"""Numbers databases: the name of a connecting function shows no kind."""
+"""Numbers for the names of databases: the function that connects does not show which database it is."""
 
 
 class Database:
-    """A database with an outbox. As a producer's `session`, it keeps messages outside of a transaction.
+    """Database with an outbox. As a producer's `session`, it writes messages outside of the application's transactions.
 
         database = Database(lambda: sqlite3.connect("shop.db"))
         with database.transaction() as transaction:
@@ -39,8 +39,8 @@ class Database:
             producer.send(message, session=transaction)
 
     Args:
-        connect: opens a connection: for each transaction without one, and in other threads, to delete the rows of
-            sent messages.
+        connect: opens a connection, for each transaction without one; also in other threads, to delete the rows of sent
+            messages.
     """
 
     def __init__(self, connect: Callable[[], Any]) -> None:
@@ -118,7 +118,7 @@ class Transaction:
         self._execute(f"RELEASE SAVEPOINT {name}")
 
     def begin(self) -> None:
-        """Begin, unless the driver does so before the first statement."""
+        """Begin the transaction, unless the driver does so before the first statement."""
         if _begins_explicitly(self.connection):
             self._execute("BEGIN")
         self._ends_by_statement = _ends_by_statement(self.connection)
@@ -140,7 +140,7 @@ class Transaction:
 
     def roll_back(self) -> None:
         self._unit.rolled_back()
-        with suppress(Exception):  # the connection may be gone; the first error counts
+        with suppress(Exception):  # the connection may be lost; the first error counts
             self._end()
 
     def _end(self) -> None:

@@ -1,4 +1,4 @@
-"""Shell. The outbox within transactions of Django: `producer.send(message, session=connection)`.
+"""Shell. Outbox within transactions of Django: `producer.send(message, session=connection)`.
 
 Django has no hook before a commit. So each call of `send` or `send_many` writes its rows at once, where the rollback of
 a savepoint includes them. `transaction.on_commit` sends the messages.
@@ -22,14 +22,14 @@ from qmq.outbox.unit import Database, Item, Transaction, Written, are_unknown
 T = TypeVar("T")
 
 _FLAVORS = {"postgresql": Flavor.POSTGRESQL, "sqlite": Flavor.SQLITE, "mysql": Flavor.MYSQL}
-"""By Django's vendor; the server distinguishes MySQL from MariaDB."""
+"""Kinds of databases by Django's vendor; the server's version distinguishes MySQL from MariaDB."""
 
 
 def find(session: object) -> Transaction | Database | None:
-    """Return the transaction or database for a producer's `session`, or None if it is none of Django's.
+    """Return the transaction or database for a producer's `session`, or None if it does not belong to Django.
 
     Raises:
-        InvalidRequest: Django manages no transactions on this connection, so its commit would go unnoticed.
+        InvalidRequest: Django manages no transactions on this connection, so it would not report the commit.
     """
     if not isinstance(session, ConnectionProxy | BaseDatabaseWrapper):
         return None
@@ -44,7 +44,7 @@ def find(session: object) -> Transaction | Database | None:
 
 @dataclass(frozen=True)
 class DjangoDatabase:
-    """A database of the setting DATABASES."""
+    """Database of the setting DATABASES."""
 
     alias: str
 

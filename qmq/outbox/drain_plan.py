@@ -1,4 +1,4 @@
-"""Core. Drain of one outbox: which rows to claim, where to send them, and the outcome of each claim.
+"""Core. Drain of one outbox: the rows to claim, their broker groups, and the outcome of each claim.
 
     row         claimed -> sent -> stored        deleted
                                 -> not stored    released: until the group takes rows if it is at fault, else with
@@ -8,8 +8,8 @@
                 under a foreign claim            parked, after a while
                 without a group to take it       postponed: others go first
 
-A batch is sent only after its claim is stored, and rows leave a claim only for a certain reason. One piece of work runs
-in the database at a time; answers of brokers arrive at any time.
+A batch is sent only after its claim is stored, and rows leave a claim only when their outcome is certain. One piece of
+work runs in the database at a time; answers of brokers arrive at any time.
 
 Order: messages with order keys go to the group of their key, one batch of a subject and group at a time, and none while
 another drain has claims for that group.
@@ -60,14 +60,16 @@ from qmq.states import TRANSITIONS_KEPT, Transition
 
 BATCH_BYTES_MAX = 1 << 20
 NUMBERS_SPAN_MAX = 60
-"""Brokers remember the last 64 numbers of a producer; the oldest and newest claim under way stay within."""
+"""Limit of the distance between the oldest and the newest number under way. Brokers remember the last 64 numbers of a
+producer.
+"""
 SUSPECTS_MAX = 100_000
 REASON_CHARS_MAX = 500
-"""Size of the column."""
+"""Size of the column `reason`."""
 OTHER_TERMS_MS = 600_000
-"""A claim of a later term normally belongs to a later leader. A claim this old, longer than any lease, is of another
-room, or from before the metaservers were reset: no other drain adopts it. If adopted wrongly, its batch is sent again.
-Foreign or damaged claims are left alone for as long; then their rows are parked.
+"""Age after which a claim of a later term is adopted. Such a claim normally belongs to a later leader. One this old,
+longer than any lease, is of another room, or from before the metaservers were reset, and no other drain adopts it. If
+it is adopted wrongly, its batch is sent again. Rows of foreign or damaged claims are parked after this time.
 """
 RELAY_MS = 60_000
 """Age at which any drain adopts a producer's claim, as the process may be gone. If it is alive, both send the same
@@ -103,14 +105,14 @@ class Limits:
 
 
 Lane = tuple[str, str | None]
-"""Rows that wait together, (subject, home): "" without order keys, a group for its keys, None if the group is
-unknown.
+"""(subject, home) of rows that wait together. `home` is "" without order keys, the group of the order keys, or None if
+that group is unknown.
 """
 
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """A claim under way. `due_ms`: time of its next send. `end`: its outcome, to be stored."""
+    """Claim under way. `due_ms`: time of its next send. `end`: its outcome, to be stored."""
 
     name: ClaimName
     rows: list[Candidate]
@@ -118,7 +120,9 @@ class Claim:
     due_ms: int
     claimed_ms: int
     unsound: list[tuple[int, str]] = field(default_factory=list)
-    """Rows that this program cannot read, unlike the one that claimed them: parked when the claim ends."""
+    """Rows that this program cannot read, although the one that claimed them could. They are parked when the claim
+    ends.
+    """
     attempts: int = 0
     end: Settled | Released | None = None
 
@@ -128,12 +132,12 @@ class Claim:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it is to be sent at `due_ms`."""
+        """Whether the claim is to be sent at `due_ms`."""
         return self.end is None and not self.life.is_in_flight
 
     @property
     def may_be_stored(self) -> bool:
-        """Whether an attempt by any leader may have stored it."""
+        """Whether an attempt by any leader may have stored the batch."""
         return self.end is None and self.life.may_be_stored
 
     @property
@@ -151,7 +155,7 @@ class Claim:
 
 @dataclass(slots=True)
 class _Numbering:
-    """Batches of this leader to one broker group: a producer id of their own, and ascending numbers."""
+    """Numbers of this leader's batches to one broker group: a producer id of their own, and ascending numbers."""
 
     producer: int
     number: int = 0
@@ -180,7 +184,7 @@ class Counts:
 
 @dataclass(slots=True)
 class Attempt:
-    """A batch to send now; its answer goes to `DrainPlan.answered`."""
+    """Batch to send now; its answer goes to `DrainPlan.answered`."""
 
     claim: Claim
     group: str
@@ -218,21 +222,23 @@ class DrainPlan:
     """Claim after which to continue reading; None after the last one."""
     _after: tuple[object, int] | None = None
     _page: Page | None = None
-    """A page with rows that have found no room yet."""
+    """Page with rows that have found no room yet."""
     _clock: object = None
     """The database's clock at `_clock_read_ms`."""
     _clock_read_ms: int = 0
     _page_ms: int = 0
-    """Time when rows of the last page last found room, or when it was read."""
+    """Time when a row of the last page last found room, or when the page was read."""
     _pass_ms: int = 0
-    """Beginning of the pass."""
+    """Time when the pass began."""
     _rest_until_ms: int = 0
     _is_passing_by: bool = False
-    """Whether the pass leaves all rows alone for want of any group; once there is one, older rows go first."""
+    """Whether the pass changes no rows, because no group is usable. Once one is, the pass begins anew, with the oldest
+    rows.
+    """
     _postponements: dict[Lane, _Postponement] = field(default_factory=dict)
-    """Postponements of lines without a stored batch since."""
+    """Postponements of lanes of which no batch was stored since."""
     _suspects: set[int] = field(default_factory=set)
-    """Rows of a batch rejected as invalid: each is sent alone, to find the invalid ones."""
+    """Rows of a batch that was rejected as invalid. Each is sent alone, to find the invalid ones."""
     _tokens: float = 0.0
     _tokens_ms: int | None = None
     _is_stopping: bool = False
@@ -240,7 +246,7 @@ class DrainPlan:
     # Next steps.
 
     def stop(self) -> None:
-        """Stop claiming; claims under way come to their end."""
+        """Stop claiming. Claims under way continue to their end."""
         self._is_stopping = True
 
     @property
@@ -250,11 +256,11 @@ class DrainPlan:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether it was stopped, and all claims that end soon have ended."""
+        """Whether the drain was stopped, and all claims that end soon have ended."""
         return self._is_stopping and self.is_idle and not any(claim.end for claim in self._claims.values())
 
     def is_through(self, began_ms: int) -> bool:
-        """Return whether a whole pass since `began_ms` has sent all sendable rows and has their answers."""
+        """Return whether a whole pass since `began_ms` has sent all sendable rows and got their answers."""
         is_passed = self.last_pass_ms is not None and self.last_pass_ms >= began_ms
         is_passed = is_passed or (self._is_passing_by and not self.brokers.is_any_usable())
         is_busy = self._order is not None or self._page is not None or any(claim.end for claim in self._claims.values())
@@ -301,7 +307,7 @@ class DrainPlan:
         return is_anew
 
     def _has_room(self, now_ms: int) -> bool:
-        """Return whether another page may be read. A fresh ordered batch is awaited, so that later rows need not be
+        """Return whether another page may be read. A fresh ordered batch must end first, so that later rows need not be
         skipped.
         """
         awaited = self._awaited(now_ms)
@@ -322,11 +328,11 @@ class DrainPlan:
     def wake_ms(self, now_ms: int) -> int:
         """Return the time of the next step if no answer arrives earlier."""
         dues = [claim.due_ms for claim in self._claims.values() if claim.is_waiting]
-        soon = now_ms + 100  # for tokens, room, or newly usable groups
+        soon = now_ms + 100  # for the rate, room, or newly usable groups
         return max(min([soon, *dues]) if self._claims or self._page else min(self._rest_until_ms, soon), now_ms + 1)
 
     def _allowed(self, now_ms: int) -> int:
-        """Return the number of rows that may be claimed now; a second's worth at once at most."""
+        """Return the number of rows that may be claimed now, at most those of a second."""
         since_ms = now_ms - (self._tokens_ms if self._tokens_ms is not None else now_ms - 1_000)
         self._tokens = min(float(self.limits.rate), self._tokens + since_ms * self.limits.rate / 1000)
         self._tokens_ms = now_ms
@@ -336,10 +342,10 @@ class DrainPlan:
     # Answers.
 
     def failed(self, work: Work, now_ms: int) -> None:
-        """Take a failure, or unknown outcome, of work in the database.
+        """Handle a failure, or unknown outcome, of work in the database.
 
-        The work is repeated, all claims are read anew, and new batches get new producer ids: a number that may be
-        claimed must not fall behind.
+        The work is repeated, all claims are read anew, and new batches get new producer ids, so that a number that may
+        be claimed does not fall out of the brokers' memory.
         """
         self._order = None
         self._page = None
@@ -359,7 +365,7 @@ class DrainPlan:
             self._compose(page, now_ms)
 
     def claimed(self, got: dict[str, list[int]], now_ms: int) -> None:
-        """Take the answer to ClaimRows; `got`: ids by claim."""
+        """Handle the answer to ClaimRows; `got`: ids by claim."""
         new, order = self._new, self._order
         self._new = {}
         self._order = None
@@ -394,7 +400,7 @@ class DrainPlan:
             self.counts.released += len(end.ids)
 
     def known(self, found: list[Known]) -> None:
-        """Take claims in the database: those of earlier leaders, and own ones with an unknown outcome."""
+        """Handle claims found in the database: those of earlier leaders, and own ones with an unknown outcome."""
         self._claims_after = (found[-1].claim or None) if found else None  # the empty claim comes first
         for known in found:
             if known.claim in self._claims:
@@ -411,12 +417,12 @@ class DrainPlan:
         return age_ms >= RELAY_MS if is_relay(term) else term <= self.term and not is_relay(self.term)
 
     def disowned(self, work: Disown, count: int) -> None:
-        """Take the number of parked rows; the next pass finds the claim again if rows are left."""
+        """Handle the number of parked rows. The next pass finds the claim again if rows are left."""
         self._unowned = [known for known in self._unowned if known.claim != work.claim]
         self.counts.parked += count
 
     def adopted(self, work: AdoptClaims, rows: list[Candidate], now_ms: int) -> None:
-        """Take the rows of an adopted claim. Some may be stored, so the same batch is sent again."""
+        """Handle the rows of an adopted claim. Some may be stored, so the same batch is sent again."""
         known = next(known for known in self._foreign if known.claim == work.old)
         self._foreign.remove(known)
         sound = [row for row in rows if not row.problem]
@@ -467,7 +473,7 @@ class DrainPlan:
             self._order = ClaimRows(claims, parked, postponed, ordered, frozenset(self._claims))
         self._page = Page(left, page.after) if left else None
         if self._new:
-            self._page_ms = now_ms  # many batches of one row per subject are no lack of room
+            self._page_ms = now_ms  # a page of many subjects takes time, which is no lack of room
         if not left:
             self._page_is_done(page, now_ms)
 
@@ -486,9 +492,9 @@ class DrainPlan:
             self._claims_after = ""
 
     def _postpone(self, lane: Lane, reason: str, now_ms: int) -> _Postponement:
-        """Postpone rows of a lane, all until the same moment, so that they keep their order across pages.
+        """Postpone rows of a lane, all until the same time, so that they keep their order across pages.
 
-        A lane that no group accepts then either is postponed for longer.
+        If no group accepts the lane then either, it is postponed for longer.
         """
         hold = self._postponements.get(lane)
         if hold is None or hold.until_ms <= now_ms:
@@ -537,7 +543,7 @@ class DrainPlan:
         if home is None or home not in groups:
             return self.brokers.why_not(subject)
         if self._is_postponed(lane, now_ms):
-            return self._postponements[lane].reason  # until the older ones may go; these must not overtake them
+            return self._postponements[lane].reason  # until the older rows are due, which these must not overtake
         under_way = self._ordered_claim(subject, home)
         return "an earlier batch of its order key may be stored" if under_way and under_way.may_be_stored else ""
 
@@ -589,13 +595,13 @@ class DrainPlan:
         return rows[taken:]
 
     def _unsent_bytes(self, group: str) -> int:
-        """Return the bytes of a group's room that are claimed and not sent yet."""
+        """Return the bytes of the batches to a group that are claimed and not sent yet."""
         claims = (*self._claims.values(), *self._new.values())
         waiting = (claim for claim in claims if claim.name.group == group and claim.life.state is BatchState.QUEUED)
         return sum(row.bytes for claim in waiting for row in claim.rows)
 
     def _fitting(self, rows: list[Candidate], room: int) -> int:
-        """Return the number of first rows for a batch: one at least; a suspect row goes alone."""
+        """Return how many of the first rows form a batch: at least one; a suspect row is alone."""
         size = 0
         for position, row in enumerate(rows):
             size += row.bytes
@@ -633,7 +639,7 @@ class DrainPlan:
         return found
 
     def answered(self, claim: Claim, answer: Answer, now_ms: int) -> None:
-        """Take the answer to an attempt."""
+        """Handle the answer to an attempt."""
         was_repeated = claim.life.state is BatchState.REPEATED
         state = claim.life.on(answer)
         if isinstance(answer, Stored):
@@ -666,10 +672,10 @@ class DrainPlan:
         claim.end = Settled(str(claim.name), stored, parked + claim.unsound)
 
     def _refused(self, claim: Claim, error: QmqError, now_ms: int) -> None:
-        """Take the rejection of a claim: nothing of it is stored.
+        """Handle the rejection of a claim, of which nothing is stored.
 
-        Its rows are sent once more, each alone, to find the invalid ones: a request damaged on its way is rejected as
-        well.
+        Its rows are sent once more, each alone, to find the invalid ones. There may be none: a request damaged on its
+        way is rejected as well.
         """
         if isinstance(error, AskAnotherBroker | NotServed):
             self._release_postponed(claim, str(error), now_ms)
@@ -683,12 +689,16 @@ class DrainPlan:
         self._release(claim, str(error))
 
     def _release_postponed(self, claim: Claim, reason: str, now_ms: int) -> None:
-        """Release the rows without an error: the group is at fault, so they wait as rows that no group accepts."""
+        """Release the rows without counting an error: the group is at fault, so they wait as rows that no group
+        accepts.
+        """
         hold = self._postpone(claim.lane, reason, now_ms)
         self._released(claim, hold.due, reason, 0)
 
     def _release(self, claim: Claim, reason: str) -> None:
-        """Release the rows with an error: one may be at fault. All are due when the one with fewest errors is."""
+        """Release the rows and count an error, because a row may be at fault. All are due with the row that has the
+        fewest errors.
+        """
         errors = min(row.errors for row in claim.rows)
         delay_ms = min(self.limits.release_ms << min(errors, 20), self.limits.release_ms_max)
         self._released(claim, Due(None, delay_ms), reason, 1)
@@ -706,7 +716,7 @@ def _by_subject(rows: Iterable[Candidate]) -> dict[str, list[Candidate]]:
 
 
 def _reason(text: str) -> str:
-    """Return a text that every column takes: a table may be Latin-1, and PostgreSQL rejects NUL."""
+    """Return a text that every column accepts: a table may be Latin-1, and PostgreSQL rejects NUL."""
     return text.encode("unicode_escape").decode("ascii")[:REASON_CHARS_MAX]
 
 

@@ -43,7 +43,8 @@ from qmq.outbox.unit import Database
 
 
 class Drain:
-    """Runs one drain: work in the database, and sends. Made by a watchdog for a lease, or by a relay while rows wait.
+    """Runner of one drain: work in the database, and sends. Made by a watchdog for a lease, or by a relay while rows
+    wait.
 
     Args:
         do: carries out work in the database and returns its answer; may raise any driver's error.
@@ -63,7 +64,7 @@ class Drain:
         """Send due batches, then do one piece of work, or wait until there may be some.
 
         Raises:
-            Exception: the work failed, or its outcome is unknown; the plan has taken note.
+            Exception: the work failed, or its outcome is unknown; the plan has recorded that.
         """
         now_ms = now()
         self._moved.clear()
@@ -120,17 +121,21 @@ log = bounded(__name__)
 
 LOOK_S = 60.0
 AGAIN_S_MIN, AGAIN_S_MAX = 1.0, 30.0
-"""Until the next look while rows wait; doubled each time, as each look reads all of them."""
+"""Time until the next look while rows wait; doubled each time, because each look reads all of them."""
 LEARNED_S = 10.0
-"""Until the first look at a database named by a message: short programs end before, and starts are over."""
+"""Time until the first look at a database that a message has named. Short programs have ended by then, and starts are
+over.
+"""
 STOP_S = 5.0
 """Wait for answers at the end. Another drain adopts unanswered claims after a minute."""
 TROUBLES_MIN = 2
-"""Failures in a row that are more than a passing lock."""
+"""Number of failures in a row above which the cause is not just a passing lock."""
 DATABASES_MAX = 64
-"""Applications may create databases dynamically; the oldest one without waiting rows is forgotten."""
+"""Limit of databases, because applications may create them dynamically. The oldest one without waiting rows is
+forgotten.
+"""
 LIMITS = Limits(rate=2_000, page_rows=100, claims_max=4)
-"""A guest beside the application's own work: a fifth of a watchdog's rate."""
+"""Limits of a relay, which runs beside the application's own work: a fifth of a watchdog's rate."""
 
 
 class LeftBehind(NamedTuple):
@@ -163,7 +168,7 @@ class Relays:
 
     Args:
         new_sender: makes the sender of batches, opened while rows wait.
-        timeout_ms: the producer's timeout; later its row is left behind.
+        timeout_ms: the producer's timeout, after which a row counts as left behind.
         age_ms: age from which a relay may send a row.
         under_way: returns the ids of rows that this producer is sending now.
     """
@@ -191,7 +196,7 @@ class Relays:
         Args:
             wait_s: delay of the first look.
         """
-        if self._is_closed or getattr(database, "is_in_memory", False):  # each connection has another database there
+        if self._is_closed or getattr(database, "is_in_memory", False):  # there each connection has another database
             return
         known = self._relays.get(database.name)
         if known is not None:
@@ -209,13 +214,13 @@ class Relays:
         self._relays[database.name] = Relay(self, database, first_s)
 
     def left(self, database: Database, reason: str) -> None:
-        """Note that rows of this database could not be sent."""
+        """Record that rows of this database could not be sent."""
         if (relay := self._relays.get(database.name)) is not None:
             relay.left(reason)
 
     @property
     def left_behind(self) -> list[LeftBehind]:
-        """Waiting or parked rows: an entry for each database that has some, or cannot be counted."""
+        """Waiting or parked rows: an entry for each database that has some, or whose rows cannot be counted."""
         found = (relay.left_behind for relay in list(self._relays.values()))
         return [entry for entry in found if entry.is_degraded or entry.parked]
 
@@ -236,7 +241,7 @@ class Relay:
         self._left = Left(0, 0, 0)
         self._looked_ms = now()
         self._reason = ""
-        """Reason of the last failed send; "" if the rows are another process's and none was tried yet."""
+        """Reason of the last failed send; "" if the rows are of another process and none was tried yet."""
         self._trouble = ""
         self._troubles = 0
         self._is_announced = False
@@ -264,17 +269,17 @@ class Relay:
         return LeftBehind(str(self.database.name), left.rows, oldest_s, left.parked, reason)
 
     def left(self, reason: str) -> None:
-        """Note that a message could not be sent and its row stays."""
+        """Record that a message could not be sent and its row stays."""
         self._reason = reason
         self._is_expected = True
-        if not self._left.rows:  # otherwise the next look is planned already, and each look reads all waiting rows
+        if not self._left.rows:  # otherwise a look is planned already, and each look reads all waiting rows
             self._moved.set()
 
     def cancel(self) -> None:
         self._task.cancel()
 
     async def stop(self) -> None:
-        """End; a running drain stops claiming and waits a little for its answers."""
+        """End the relay. A running drain stops claiming and waits a little for its answers."""
         self._is_stopping = True
         try:
             if self._drain is not None:
@@ -330,7 +335,7 @@ class Relay:
         return again_s
 
     async def _rest(self, seconds: float) -> None:
-        """Wait until something moves, for a second at least."""
+        """Wait until something changes, at least a second."""
         await asyncio.sleep(min(seconds, AGAIN_S_MIN))
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, seconds - AGAIN_S_MIN)):

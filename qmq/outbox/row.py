@@ -12,10 +12,10 @@ A message with a body has three differences, and `contentType` only if the messa
 
     "types": [["amount", "int"]], "body": "aGVsbG8=", "contentType": "text/plain"
 
-QMQ's watchdog ignores them and sends the properties. Our readers before bodies expect an object as `types`, so they
-park the row; without that they would send the message without its body.
+QMQ's watchdog ignores them and sends the properties. Earlier versions of qmq, without bodies, expect an object as
+`types`, so they park the row; otherwise they would send the message without its body.
 
-QMQ's own rows are readable, too: an int is a JSON number there, a long is a text; both are sent as their digits.
+QMQ's own rows are readable, too. In them an int is a JSON number and a long is a text; both are sent as their digits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from qmq.message import EXPIRES_AFTER, ORDER_KEY, RESERVED, RETRIES_MAX, Message
 from qmq.plain import plain
 
 CREATED = "qmq_createTime"
-"""Ms since 1970 UTC, by the producer's clock."""
+"""Attribute with the creation time, in ms since 1970 UTC by the producer's clock."""
 DUE = "qmq_scheduleReceiveTime"
 """QMQ's mark of a delayed message."""
 
@@ -142,8 +142,8 @@ def _bytes(text: str) -> bytes:
 
 
 def _is_property(name: str, value: object) -> bool:
-    """Return whether an attribute is a property: not one of QMQ's own, and not null, which some writers use for
-    absence.
+    """Return whether an attribute is a property: not one of QMQ's own, and not null, which some writers use for an
+    absent value.
     """
     return value is not None and not name.startswith(RESERVED)
 

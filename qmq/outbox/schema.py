@@ -27,7 +27,7 @@ def create_statements(dialect: str, table: str = DEFAULT_TABLE) -> list[str]:
 
 
 def upgrade_statements(dialect: str, table: str = DEFAULT_TABLE) -> list[str]:
-    """Return the statements that add the columns and indexes of our watchdog to QMQ's own table."""
+    """Return the statements that add the columns and indexes that qmq's watchdog needs to QMQ's own table."""
     return _statements(f"{_file(dialect)}_from_qmq", table)
 
 
@@ -45,7 +45,7 @@ def _statements(file: str, table: str) -> list[str]:
     for statement in _COMMENT.sub("", text).split(";"):
         if statement := statement.strip():
             statement = _NAME.sub(lambda found: f"{name}{found[1]}" if found[1] else table, statement)
-            if in_sqlite:  # SQLite has the schema in the index's name, not in the table's after ON
+            if in_sqlite:  # SQLite takes the schema from the index's name, not from the table's name after ON
                 statement = statement.replace("CREATE INDEX ", f"CREATE INDEX {schema}.").replace(
                     f" ON {table}", f" ON {name}"
                 )

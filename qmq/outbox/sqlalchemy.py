@@ -1,4 +1,4 @@
-"""Shell. The outbox within transactions of SQLAlchemy: sessions and connections, blocking and for coroutines.
+"""Shell. Outbox within transactions of SQLAlchemy: sessions and connections, blocking and for coroutines.
 
 `send` writes the rows at once, on the session's connection. So rollbacks, also of savepoints, include them, and a
 failed write is an error of `send`. The session that began the transaction reports its commit. A session that joined a
@@ -40,12 +40,12 @@ _watched: WeakSet[Engine] = WeakSet()
 
 
 class _Work:
-    """A session's connections and messages in one transaction."""
+    """Connections and messages of a session in one transaction."""
 
     def __init__(self) -> None:
         self.connections: list[Connection] = []
         self.outbox: Connection | None = None
-        """The connection with the rows of its messages."""
+        """Connection with the rows of the session's messages."""
         self.is_owner = False
         """Whether the session reports the end of that connection's transaction."""
 
@@ -66,11 +66,11 @@ _CHANGES = re.compile(
 
 
 _INSERT: Insert = insert(Table("qmq_msg_queue", MetaData(), Column("content", Text)))
-"""Statement used to ask a routing session for its connection."""
+"""Statement for which a routing session chooses its connection."""
 
 
 def find(session: object) -> Transaction | AsyncTransaction | Database | None:
-    """Return the transaction or database for a producer's `session`, or None if it is none of SQLAlchemy's."""
+    """Return the transaction or database for a producer's `session`, or None if it does not belong to SQLAlchemy."""
     if isinstance(session, scoped_session | async_scoped_session):
         session = session()
     match session:
@@ -143,12 +143,12 @@ class SqlDatabase:
 
     @property
     def is_async(self) -> bool:
-        """Whether it needs an event loop."""
+        """Whether the engine needs an event loop."""
         return self.engine.dialect.is_async
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether each thread has another database."""
+        """Whether the database is in memory, so that each thread has another one."""
         return self.engine.dialect.name == "sqlite" and self.engine.url.database in (None, "", ":memory:")
 
     async def run(self, table: str, work: Callable[[Rows], T]) -> T:
@@ -175,7 +175,7 @@ def run(engine: Engine, work: Callable[[Connection], T]) -> T:
 
 
 class _OfConnection:
-    """Transaction begun on a connection."""
+    """Transaction that was begun on a connection."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -221,10 +221,10 @@ class _OfAsyncSession:
 
 
 def _connection_of(session: Session) -> Connection:
-    """Return the connection that the session writes to; without any write, the one for the outbox.
+    """Return the connection that the session writes to, or, without writes, the one for the outbox.
 
     Raises:
-        InvalidRequest: there is none.
+        InvalidRequest: the session has no connection for the outbox.
     """
     if session.autoflush and not session._flushing:  # as before any query of a session
         session.flush()
@@ -259,7 +259,7 @@ def _take(session: Session, connection: Connection) -> None:
 
 def _refuse_others(session: Session, outbox: Connection, changed: Sequence[Connection]) -> None:
     others = {str(connection.engine.url) for connection in changed if connection is not outbox}
-    if others and not session.twophase:  # two-phase: all of them commit, or none
+    if others and not session.twophase:  # in a two-phase commit, all connections commit, or none
         raise InvalidRequest(
             f"the session changes {' and '.join(sorted(others))}, which does not commit together with the outbox on "
             f"{outbox.engine.url}: use a session for each database; flush the changes that a message belongs to "
@@ -322,7 +322,7 @@ def _watch(engine: Engine) -> None:
 def _begun(connection: Connection) -> None:
     _doomed.pop(connection, None)
     if unit := _units.pop(connection, None):
-        unit.lost()  # of an earlier transaction with an unreported end
+        unit.lost()  # the unit is of an earlier transaction, whose end was not reported
 
 
 def _before_statement(connection: Connection, cursor: Any, statement: str, values: Any, context: Any, _: bool) -> None:

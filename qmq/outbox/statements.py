@@ -32,9 +32,9 @@ from qmq.outbox.table import Flavor, Rows, ids_text
 class Dialect(NamedTuple):
     """Fragments of SQL.
 
-    `moment`: now plus {0} milliseconds; negative ones lie before. `since`: the same from :clock, an earlier moment.
-    `age`: milliseconds since the column {0}. `created_age`: the same for `create_time`, which MariaDB keeps in the
-    server's time zone, for a session in UTC.
+    `moment`: now plus {0} milliseconds, which may be negative. `since`: the same from :clock, an earlier moment. `age`:
+    milliseconds since the column {0}. `created_age`: the same for `create_time`, which MariaDB keeps in the server's
+    time zone, for a session in UTC.
     """
 
     moment: str
@@ -77,11 +77,11 @@ DIALECTS = {
 
 
 PARKED = -2
-"""QMQ's status of a row that is no longer sent."""
+"""Status of a parked row, which is QMQ's for a row that is no longer sent."""
 PAGE_BYTES_MAX = 4 << 20
 CLAIMS_MAX = 100
 DISOWNED_MAX = 1_000
-"""Rows of an unreadable claim parked per transaction; there may be any number."""
+"""Limit of rows of an unreadable claim that are parked per transaction."""
 COUNT_MAX = 10_000
 """Upper bound of counts."""
 
@@ -98,7 +98,7 @@ class Statements:
     """A drain's work within one transaction of one connection; `do` is called once.
 
     Args:
-        age_ms: age from which a drain may have a row.
+        age_ms: age from which a drain may claim a row.
     """
 
     def __init__(self, rows: Rows, age_ms: int) -> None:
@@ -193,7 +193,7 @@ class Statements:
         return got
 
     def _take(self, claim: str, ids: Sequence[int]) -> list[int]:
-        """Put a claim on rows; return the ids that have it.
+        """Put a claim on rows; return the ids of the rows that have it.
 
         Without row locks, as on SQLite or in autocommit, another drain may have been faster.
         """
@@ -212,8 +212,8 @@ class Statements:
     def _lock(self, ids: Sequence[int]) -> set[int]:
         """Lock the rows that are unchanged since the scan and not locked by others; return their ids.
 
-        A row that is too young is a new one: a database that lost its last commits reused the id. The age is checked
-        here, not in WHERE, where it could lead the optimizer to an index of more rows, which it would lock.
+        A row that is too young is a new one, whose id was reused by a database that lost its last commits. The age is
+        checked here, not in WHERE, where it could make the optimizer use an index of more rows, and lock these.
         """
         if not ids:
             return set()
@@ -271,7 +271,7 @@ _FREE = " AND status = 0 AND claim IS NULL"
 
 
 def _within(bytes_max: int, sizes: Sequence[int | None]) -> int:
-    """Return the number of first contents within `bytes_max`; one at least."""
+    """Return how many of the first contents are within `bytes_max`, at least one."""
     total = 0
     for position, size in enumerate(sizes):
         total += size or 0

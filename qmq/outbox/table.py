@@ -1,4 +1,4 @@
-"""Core. Statements on the outbox, as text for any driver, and the passing of values.
+"""Core. Table of the outbox: statements as text for any driver, and the passing of values.
 
     id           bigint, by the database, never reused
     content      long text         the message: qmq.outbox.row
@@ -25,12 +25,14 @@ from qmq.plain import plain_text
 
 DEFAULT_TABLE = "qmq_msg_queue"
 ROWS_MAX = 1_000
-"""Rows per statement: SQLite takes 32,766 values, and MySQL's optimizer leaves the index for long lists of ids."""
+"""Limit of rows per statement. SQLite takes 32,766 values, and MySQL's optimizer does not use the index for long lists
+of ids.
+"""
 BYTES_MAX = 4 << 20
-"""Bytes of contents per statement: MySQL takes packets of 16 MiB, small servers of 4."""
+"""Limit of the contents per statement. MySQL takes packets of 16 MiB, small servers of 4 MiB."""
 
 Execute = Callable[[str, Sequence[object]], Sequence[Sequence[Any]]]
-"""Runs a statement with its values, within a transaction; returns the resulting rows."""
+"""Function that runs a statement with its values, within a transaction, and returns the resulting rows."""
 
 _NAMED = re.compile(r"(?<![:\w]):([a-z_]+)")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_$]{0,62}")
@@ -52,7 +54,7 @@ class Flavor(Enum):
 
     @property
     def now(self) -> str:
-        """SQL of the present time; PostgreSQL's CURRENT_TIMESTAMP is the beginning of the transaction."""
+        """SQL of the present time, because PostgreSQL's CURRENT_TIMESTAMP is the time when the transaction began."""
         return "clock_timestamp()" if self is Flavor.POSTGRESQL else "CURRENT_TIMESTAMP"
 
     @property
@@ -65,7 +67,7 @@ def table_name(name: str) -> str:
     """Return a table's name if it is safe in a statement: "table" or "schema.table".
 
     Raises:
-        InvalidRequest: it has characters other than letters, digits and _.
+        InvalidRequest: the name has characters other than letters, digits and _.
     """
     name = plain_text("the name of a table", name)
     parts = name.split(".")
@@ -94,7 +96,7 @@ class Rows:
 
     Args:
         execute: runs a statement there.
-        paramstyle: the driver's, by PEP 249.
+        paramstyle: that of the driver, by PEP 249.
     """
 
     def __init__(self, execute: Execute, table: str, flavor: Flavor, paramstyle: str) -> None:
@@ -182,7 +184,7 @@ class Rows:
 
 
 def parts_of(contents: Sequence[str]) -> Iterator[list[str]]:
-    """Yield contents in parts for one statement; a larger row has a statement of its own."""
+    """Yield contents in parts, each for one statement; a larger row has a statement of its own."""
     part: list[str] = []
     size = 0
     for content in contents:

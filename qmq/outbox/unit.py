@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Item:
-    """A message on its way through an outbox; `receipt` is set once. Made by a courier."""
+    """Message on its way through an outbox; `receipt` is set once. Made by a courier."""
 
     __slots__ = ("courier", "message", "content", "receipt")
 
@@ -43,11 +43,11 @@ class Item:
 
 @runtime_checkable
 class Database(Protocol):
-    """A database with an outbox, reached by connections of its own. Equal objects are the same database."""
+    """Database with an outbox, reached by connections of its own. Equal objects are the same database."""
 
     @property
     def name(self) -> str:
-        """Name in logs, without secrets. Objects of one name are the same database."""
+        """Name in logs, without secrets. Objects with equal names are the same database."""
 
     async def run(self, table: str, work: Callable[[Rows], T]) -> T:
         """Do `work` in a transaction, and commit it."""
@@ -58,9 +58,8 @@ class Database(Protocol):
 class Written(NamedTuple):
     """Messages of a committed transaction. `rows` is None if none were written.
 
-    is_checked: the rows are certainly committed. Otherwise the database is asked: a savepoint may have been rolled
-    back, and
-        COMMIT reports no error for a transaction that the server has given up.
+    `is_checked`: whether the rows are certainly committed. Otherwise they are looked up: a savepoint may have been
+    rolled back, and COMMIT reports no error for a transaction that the server has given up.
     """
 
     database: Database
@@ -80,7 +79,7 @@ class Courier(Protocol):
 
 @runtime_checkable
 class Transaction(Protocol):
-    """A transaction to which messages are added, in the thread that uses it."""
+    """Transaction to which messages are added, in the thread that uses it."""
 
     def stage(self, items: list[Item]) -> None:
         """Write messages within the transaction; they are sent after its commit.
@@ -92,14 +91,14 @@ class Transaction(Protocol):
 
 @runtime_checkable
 class AsyncTransaction(Protocol):
-    """A transaction of a coroutine driver."""
+    """Transaction of a coroutine driver."""
 
     async def stage_async(self, items: list[Item]) -> None:
         """Write messages within the transaction; they are sent after its commit."""
 
 
 class Unit:
-    """Messages of one transaction. Made by the shell that sees its end; used in one thread."""
+    """Messages of one transaction. Made by the shell that is notified of its end; used in one thread."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -118,18 +117,18 @@ class Unit:
         all_rows += inserted
 
     def committed(self) -> None:
-        """Take a reported commit."""
+        """Handle a reported commit."""
         written = self._written
         self._written = {}
         for courier, (items, rows) in written.items():
             courier.committed(Written(self._database, items, rows))
 
     def rolled_back(self) -> None:
-        """Take a rollback: nothing is kept."""
+        """Handle a rollback, after which no rows exist."""
         self._end(are_rolled_back)
 
     def lost(self) -> None:
-        """Take an end with unknown outcome: the rows may exist."""
+        """Handle an end with unknown outcome, after which the rows may exist."""
         self._end(are_unknown)
 
     def _end(self, receipts: Callable[[Iterable[Item]], None]) -> None:

@@ -1,6 +1,6 @@
 """Shell. Codecs: registered by content type, chosen by the value that is sent and by the handler's annotation.
 
-The codecs of this package are registered as they are needed, and applications `register` their own.
+The codecs of this package are registered when they are first needed. Applications `register` their own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Codec(Protocol):
 
         Raises:
             ValueError: the body is not valid. The message becomes a dead letter with this text.
-            qmq.UnreadablePayload: it cannot be read here, for instance without a key. The message stays in its group.
+            qmq.UnreadablePayload: this process cannot read the body, for instance without a key. The message stays in
+                its group.
         """
 
 
@@ -57,7 +58,7 @@ def register(codec: C) -> C:
     """Decode messages of a content type with `codec`, in this process. A later codec replaces an earlier one.
 
     Raises:
-        InvalidRequest: it is no codec.
+        InvalidRequest: `codec` is no codec.
     """
     if isinstance(codec, type) or not isinstance(codec, Codec) or not isinstance(codec.content_type, str):
         raise InvalidRequest(
@@ -94,7 +95,7 @@ def _find(content_type: str) -> Codec | None:
 def encode(value: Any, codec: Codec | None = None) -> tuple[bytes, str]:
     """Return the body and content type of a payload.
 
-    Without `codec`, bytes are sent as they are, messages of protobuf as theirs, and all others as JSON.
+    Without `codec`, bytes are sent as they are, messages of protobuf in its encoding, and all other values as JSON.
 
     Raises:
         InvalidMessage: the value cannot be encoded; the text names the remedy.

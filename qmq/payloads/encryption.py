@@ -9,8 +9,8 @@ Body, with content type `application/x-qmq-encrypted`:
     2 + k   32    salt, random for each message
     34 + k  rest  AES-256-GCM: ciphertext, then a tag of 16 bytes
 
-The cipher's key is HKDF-SHA256 (key, salt, info "qmq payload"): it encrypts one message, under a nonce of zeros. With
-random nonces under one key, 2^32 messages would be the limit, which a busy subject reaches in hours. All bytes before
+The cipher's key is HKDF-SHA256 (key, salt, info "qmq payload"). It encrypts one message, under a nonce of zeros. With
+random nonces under one key, the limit would be 2^32 messages, which a busy subject reaches in hours. All bytes before
 the ciphertext are authenticated. The plaintext is `u8 t`, the content type inside (t bytes), and its body.
 """
 
@@ -35,7 +35,7 @@ class Encrypted:
     Properties, tags, order keys and ids are not encrypted: brokers use them.
 
     Args:
-        keys: keys of 32 bytes by id (`new_key`). Remove an old one when no message with it is left.
+        keys: keys of 32 bytes by id (`new_key`). Remove an old key when no message that it encrypted is left.
         current: id of the key that encrypts.
         codec: codec of the content; by default chosen by the value, as without encryption.
     """

@@ -52,7 +52,7 @@ def _json_reader(kind: Any) -> Convert:
 
 
 class Msgpack:
-    """MessagePack (extra `msgpack`). It holds bytes as bytes; other types have their forms in JSON."""
+    """MessagePack (extra `msgpack`). It keeps bytes as bytes; other types have their forms in JSON."""
 
     content_type = "application/msgpack"
 
@@ -144,7 +144,7 @@ class Avro:
 
 
 def _opened(value: Any) -> Any:
-    """Return a value with its classes as dicts, at every depth. Avro has moments, UUIDs, decimals and bytes itself."""
+    """Return a value with its classes as dicts, at every depth. Avro itself has times, UUIDs, decimals and bytes."""
     if isinstance(value, dict):
         return {key: _opened(part) for key, part in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

@@ -1,6 +1,6 @@
 """Shell. Classes of other libraries: models of pydantic, structs of msgspec, classes of attrs.
 
-A library that the process has not loaded has no classes in it, so each is looked up in `sys.modules`.
+A process has classes of a library only if it has loaded the library, so each is looked up in `sys.modules`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def load(module: str, *, extra: str) -> ModuleType:
     """Import a library on its first use.
 
     Raises:
-        MissingExtra: it is not installed.
+        MissingExtra: the library is not installed.
     """
     try:
         return import_module(module)
@@ -181,7 +181,7 @@ def _metadata(kind: Any) -> Iterator[Any]:
 
 
 REASONS_MAX = 3
-"""Wrong fields that an error names."""
+"""Limit of wrong fields that an error names."""
 
 
 def _wrong(found: list[tuple[tuple[str | int, ...], str]]) -> WrongValue:
@@ -205,7 +205,7 @@ def _model_of_class(kind: Any) -> Model | None:
 
 
 def model_of_type(kind: Any) -> Model | None:
-    """Return the library of an annotation, or None; it may be in a union or a list."""
+    """Return the library of a class in an annotation, also within a union or a list, or None."""
     for model in MODELS:
         if model.has_type(kind) or any(model.has_type(part) for part in _parts(kind)):
             return model

@@ -34,16 +34,16 @@ from uuid import UUID
 P = ParamSpec("P")
 T = TypeVar("T")
 Convert = Callable[[Any], Any]
-"""Makes a typed value of a plain one; raises WrongValue."""
+"""Function that makes a typed value of a plain one; raises WrongValue."""
 
 CONVERTERS_MAX = 4_096
-"""Annotations with kept converters."""
+"""Limit of annotations with kept converters."""
 
 
 class WrongValue(ValueError):
-    """Plain value that is not of the expected type.
+    """Error: a plain value is not of the expected type.
 
-    `path` leads to it: names of fields and positions, outermost first.
+    `path` leads to the value: names of fields and positions, outermost first.
     """
 
     def __init__(self, reason: str, path: tuple[str | int, ...] = ()) -> None:
@@ -60,7 +60,7 @@ class WrongValue(ValueError):
 
 
 class UnknownType(TypeError):
-    """Type that is not in the table of this module."""
+    """Error: a type is not in the table of this module."""
 
 
 def text_of_path(path: Iterable[str | int]) -> str:
@@ -90,11 +90,11 @@ def to_json(value: Any, write: Convert = to_plain) -> bytes:
     """Return a value as JSON.
 
     Args:
-        write: makes a plain value of one that JSON lacks.
+        write: makes a plain value of a value that JSON lacks.
 
     Raises:
         UnknownType: the value has a type without a form in JSON.
-        ValueError: it is not a number, holds itself, or is no valid Unicode.
+        ValueError: the value has a float that is no number, contains itself, or has text that is no valid Unicode.
     """
     encode = _encoder(write)
     try:
@@ -125,7 +125,7 @@ def _no_number(name: str) -> None:
 
 
 def with_text_keys(value: Any, write: Convert) -> Any:
-    """Return a value with dicts that have texts as keys, at every depth."""
+    """Return a value in which all dicts, at every depth, have texts as keys."""
     if isinstance(value, dict):
         return {_key(key, write): with_text_keys(part, write) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -195,7 +195,7 @@ _READERS: dict[type, tuple[str, Callable[[str], Any]]] = {
     bytearray: ("base64", lambda text: bytearray(base64.b64decode(text, validate=True))),
 }
 TEXT_TYPES = tuple(_READERS)
-"""Types with the form of a text."""
+"""Types that are a text in JSON."""
 _SIMPLE: dict[type, str] = {str: "a text", bool: "true or false", int: "a whole number", float: "a number"}
 
 _LISTS: dict[Any, Callable[[list[Any]], Any]] = {
@@ -213,11 +213,15 @@ _LISTS: dict[Any, Callable[[list[Any]], Any]] = {
 _DICTS = {dict, abstract.Mapping, abstract.MutableMapping}
 
 Foreign = Callable[[Any], Convert | None]
-"""Returns the converter of a class of another library, such as a model of pydantic; None for other types."""
+"""Function that returns the converter of a class of another library, such as a model of pydantic, or None for other
+types.
+"""
 
 
 def kept(make: Callable[P, T]) -> Callable[P, T]:
-    """Keep the results for annotations. One that cannot be hashed, such as `Annotated[int, {}]`, is read each time."""
+    """Keep the results for annotations. An annotation that cannot be hashed, such as `Annotated[int, {}]`, is read each
+    time.
+    """
     cached = lru_cache(CONVERTERS_MAX)(make)
 
     @wraps(make)
@@ -342,7 +346,7 @@ def _read_simple(kind: type, value: Any) -> Any:
 
 
 def _read_text(kind: type, noun: str, read: Callable[[str], Any], value: Any) -> Any:
-    if type(value) is kind:  # Avro and MessagePack have some of these types
+    if type(value) is kind:  # Avro and MessagePack return some of these types themselves
         return value
     if isinstance(value, str):
         try:
@@ -429,7 +433,9 @@ class _Field(NamedTuple):
 
 
 class _Fields:
-    """Converter of a dataclass or TypedDict. Its fields are read at its first value: a class may hold itself."""
+    """Converter of a dataclass or TypedDict. Its fields are read at its first value, because a class may contain
+    itself.
+    """
 
     def __init__(self, kind: Any, foreign: Foreign) -> None:
         self._kind = kind

@@ -1,8 +1,8 @@
 """Shell. Connection to the master of a broker group, over which dead letters are read and returned to their group.
 
-It calls the broker directly. A pull that does not wait answers "no message", which proves that all were delivered.
-Messages that go back go to the same broker as the same bytes. Messages for another subject go to one of its masters,
-batch after batch, in order.
+It sends its requests directly to the broker. If a pull that does not wait gets "no message", all were delivered.
+Messages that return to their group go to the same broker as the same bytes. Messages for another subject go to one of
+its masters, batch after batch, in order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OVERHEAD_BYTES = 16 << 10
 """Part of a packet around a batch: names, end offsets and labels of up to 500 messages."""
 UNSUBSCRIBE_S = 2.0
 PASSED_MS = 600_000
-"""Lease after which skipped messages are delivered again; they must not return while the rest is read."""
+"""Delay after which skipped messages are delivered again. They must not return while the rest is read."""
 
 
 class Master(NamedTuple):
@@ -49,14 +49,16 @@ class Master(NamedTuple):
 
 
 class Destination(NamedTuple):
-    """Destination of dead letters that do not go back to their consumer group."""
+    """Destination of dead letters that do not return to their consumer group."""
 
     subject: str
     master: Master
 
     @classmethod
     def of(cls, subject: str, masters: Sequence[Master], broker_group: str) -> Destination:
-        """Choose from the masters of `subject`, not empty: that of `broker_group`, else always the same one."""
+        """Return a destination among the masters of `subject`, which are not empty: that of `broker_group`, or else
+        always the same.
+        """
         return cls(subject, next((master for master in masters if master.broker_group == broker_group), min(masters)))
 
 
@@ -122,7 +124,7 @@ class DeadLetters:
         return commands.encode_subscribe(subject=self._dead, group=REDRIVER, consumer=consumer, start="earliest")
 
     async def take(self) -> list[Piece]:
-        """Return more dead letters, held until `close`; an empty list is the end. Raises QmqError."""
+        """Return more dead letters, which stay unacked until `close`; none at the end. Raises QmqError."""
         pull = Pull(self._subscription, PULL_MESSAGES, PULL_BYTES, 0)
         return list(commands.decode_pulled(await self._ask(Command.PULL, commands.encode_pull(pull))))
 
@@ -146,11 +148,11 @@ class DeadLetters:
         return commands.decode_produced(await self._ask(Command.PRODUCE, head, body, way=self._way))
 
     async def settle(self, letters: Sequence[Chosen]) -> None:
-        """Ack the dead letters. Raises QmqError: the ack may be lost."""
+        """Ack the dead letters; raises QmqError if the ack may be lost."""
         await self._ask(Command.ACK, commands.encode_ack(Ack(self._subscription, ranges_of(letters))))
 
     async def pass_over(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Return the ones not chosen, so that the broker delivers later ones. Raises QmqError."""
+        """Return dead letters that were not chosen, so that the broker delivers later ones. Raises QmqError."""
         for begin in range(0, len(ranges), RANGES_MAX):
             entries = [NackEntry(*range_, PASSED_MS, Verdict.RETRY) for range_ in ranges[begin : begin + RANGES_MAX]]
             await self._ask(Command.NACK, commands.encode_nack(Nack(self._subscription, entries, "passed over")))

@@ -1,6 +1,6 @@
-"""Core. Choice of the dead letters that go back to their group, and their encoding.
+"""Core. Choice of the dead letters that return to their group, and their encoding.
 
-A dead letter is the original message plus properties that describe its fate. It goes back without these properties, as
+A dead letter is the original message plus properties that describe its failure. It returns without these properties, as
 the original bytes with the original id, so a consumer that remembers ids handles it once, however often it is sent.
 """
 
@@ -19,7 +19,7 @@ from qmq.remoting.commands import FLAG_IS_DEAD, Piece
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Dead letter chosen to go back. `sequence` is its own, `data` the bytes to send."""
+    """Dead letter that was chosen. `sequence` is that of the dead letter, `data` the bytes to send."""
 
     broker_group: str
     pull_sequence: int
@@ -89,7 +89,7 @@ def without_fate(data: bytes, properties: Mapping[str, str]) -> bytes:
 
 
 def batches_of(chosen: Sequence[Chosen], *, messages_max: int, bytes_max: int) -> Iterator[Sequence[Chosen]]:
-    """Split into batches of limited messages and bytes; a larger message is a batch of its own."""
+    """Split dead letters into batches of limited messages and bytes; a larger message is a batch of its own."""
     begin = size = 0
     for at, letter in enumerate(chosen):
         if at > begin and (at - begin >= messages_max or size + len(letter.data) > bytes_max):
@@ -134,14 +134,14 @@ class Receipt:
     subject: str
     group: str
     to: str = ""
-    """Destination subject; empty: their group."""
+    """Destination subject; empty for their consumer group."""
     looked_at: int = 0
     moved: list[dict[str, Any]] = field(default_factory=list)
-    """With the sequence of each at its destination."""
+    """Messages at their destination, each with its sequence there."""
     unknown: list[dict[str, Any]] = field(default_factory=list)
-    """Sent, or moved and maybe still dead letters: another Redrive may move them again."""
+    """Messages that were sent, or moved while the dead letter may still exist. Another Redrive may move them again."""
     left: list[dict[str, Any]] = field(default_factory=list)
-    """Still dead letters, with the reason."""
+    """Messages that are still dead letters, each with the reason."""
     unasked: dict[str, str] = field(default_factory=dict)
     """Broker groups that did not answer."""
 

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 CLOSE_S = 5.0
 ADVANCE_S = 300.0
-"""For `advance`: each message, retry and recurring schedule that comes due takes a step of the clock."""
+"""Time limit of `advance`: each message, retry and recurring schedule that comes due takes a step of the clock."""
 _urls: set[str] = set()
 """Addresses of all brokers of this process: their clients are never redirected."""
 WAIT_S = 20.0
@@ -133,7 +133,7 @@ class _Broker:
 
     @contextmanager
     def redirected(self) -> Iterator[None]:
-        """Connect all clients that open meanwhile to this broker: those at the top of the application's modules, too.
+        """Connect all clients that open meanwhile to this broker, also those at the top of the application's modules.
 
         Clients with the address of an in-memory broker keep it. On leaving, blocking clients that were opened meanwhile
         disconnect; on their next use they connect again.
@@ -144,10 +144,10 @@ class _Broker:
             yield
         finally:
             if self._machine is not None:
-                self.writable()  # the last messages need no timeout
+                self.writable()  # so that the last messages are sent without a timeout
             opened = _blocking_clients() - older
             for client in sorted(opened, key=lambda client: isinstance(client, Producer)):  # handlers end first
-                with suppress(QmqError):  # of a consumer, which its own thread reports
+                with suppress(QmqError):  # error of a consumer, which its own thread reports
                     client.disconnect() if isinstance(client, Producer | Requester) else client.close()
             route_watch.redirect = outer
 
@@ -209,7 +209,7 @@ class _Broker:
         self._await(self._running.drop())
 
     def swap_roles(self) -> None:
-        """Promote the group's slave, as if the master had died.
+        """Promote the group's slave, as after a crash of the master.
 
         Consumers may get unacked messages again, and are notified (`Consumer.on_master_changed`).
         """

@@ -18,7 +18,7 @@ class GroupProgress(NamedTuple):
     subject: str
     group: str
     is_known: bool
-    """Whether the group ever subscribed."""
+    """Whether a consumer of the group ever subscribed."""
     consumers: int = 0
     """Number of connected consumers."""
     waiting: int = 0
@@ -26,7 +26,7 @@ class GroupProgress(NamedTuple):
     delayed: int = 0
     """Messages that wait for their retry."""
     held: int = 0
-    """Messages delivered and neither acked nor nacked."""
+    """Number of messages that are unacked: delivered, and neither acked nor nacked."""
     next_due_ms: int = 0
     """Due time of the first delayed message, on the broker's clock; 0 without any."""
     stored: int = 0
@@ -56,7 +56,7 @@ def progress_of(state: State, subject: str, group: str, *, consumers: int, now_m
     """Return the progress of `group` on `subject`.
 
     Args:
-        consumers: number of connected ones.
+        consumers: number of connected consumers.
     """
     stored = state.next_sequence.get(subject, 0)
     found = GroupProgress(subject, group, (subject, group) in state.groups, consumers, stored=stored)
@@ -79,7 +79,7 @@ def progress_of(state: State, subject: str, group: str, *, consumers: int, now_m
 
 @dataclass(eq=False)
 class Condition:
-    """Condition that a test waits for; resolves the future `met`. One without a group is about the subject alone."""
+    """Condition that a test waits for; resolves the future `met`. Without a group it is about the subject alone."""
 
     subject: str
     group: str

@@ -36,7 +36,7 @@ WIRE_REQUEST = 1
 
 
 class Clock:
-    """The computer's clock plus the time that a test has skipped."""
+    """Clock of the computer plus the time that a test has skipped."""
 
     def __init__(self) -> None:
         self.skipped_ms = 0
@@ -49,7 +49,7 @@ class Clock:
 
 
 class Copy(Generic[M]):
-    """One process of the group: its core, and the world around it (`qmq.replication.ports.Host`).
+    """One process of the group: its core, and the core's `qmq.replication.ports.Host`.
 
     `happened` is called after each step of the core, `failed` with errors that the core must never raise, `promote`
     when a mastership begins.
@@ -82,7 +82,7 @@ class Copy(Generic[M]):
         )
 
     def guarded(self, call: Callable[[], object]) -> None:
-        """Run a call into the core. Refusals are answers; other errors are bugs, which the test must see."""
+        """Run a call into the core. Refusals are answers; other errors are bugs, which the test must report."""
         try:
             call()
         except Exception as error:
@@ -131,7 +131,7 @@ class Copy(Generic[M]):
             self.wire.ask(Command.HELLO, body)
 
     def role_changed(self) -> None:
-        """CopyPair connects the two."""
+        """Do nothing, because `Copies` connects the two."""
 
 
 class Wire:
@@ -182,7 +182,7 @@ class Wire:
 
 
 class Copies(Generic[M]):
-    """Both processes of a group. Made on the loop that runs it; ends with that.
+    """Both processes of a group. Made on the loop that runs the group; ends with the loop.
 
     Args:
         make: makes a copy of a given name.
@@ -200,7 +200,7 @@ class Copies(Generic[M]):
         """The current mastership.
 
         Raises:
-            NotServed: it has not begun, or has no slave yet.
+            NotServed: the mastership has not begun, or has no slave yet.
         """
         master = self.copies[0].node.master
         if master is None or not master.has_begun or master.gate.too_few_in_sync:
@@ -239,7 +239,7 @@ class Copies(Generic[M]):
         slave.node.slave.connected(at_slave)
 
     def swap(self) -> None:
-        """Promote the slave, as if its master had died; requests in flight have to be repeated."""
+        """Promote the slave, as after a crash of its master. Requests in flight must be repeated."""
         self.copies.reverse()
         self.begin_mastership()
 
@@ -303,7 +303,7 @@ class Acceptor:
         await self.drop_all("the broker is closed")
 
     async def drop_all(self, reason: str) -> None:
-        """Close all client connections, and wait until the core has noticed."""
+        """Close all client connections, and wait until the core has been notified."""
         guests = list(self._guests)
         for guest in guests:
             guest.close(reason)
@@ -336,7 +336,7 @@ class Acceptor:
             self._copy.guarded(partial(self._copy.node.packet_received, connection, self.read(packet)))
 
     def read(self, packet: Packet) -> Packet:
-        """Return the request for the core that a packet carries."""
+        """Return the request for the core in a packet; a subclass may change it."""
         return packet
 
     def _authenticate(self, connection: Connection, packet: Packet) -> None:

@@ -1,7 +1,7 @@
 """Shell. In-memory delay group: the real cores of both copies of a delay server, in front of the test's broker.
 
-Its clock is the broker's, which tests advance; the clients' clocks are real. So due times are read on the client's
-clock and moved to this one.
+Its clock is the broker's, which tests advance; the clients' clocks are real. So due times are converted from the
+clients' clock to the broker's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from qmq.testing.copies import Acceptor, Clock, Copies, Copy
 
 COMMANDS = frozenset({Command.PRODUCE, Command.CANCEL, Command.RESCHEDULE, Command.RECUR})
 PASSES_MAX = 2_000
-"""Passes of the loop until due messages must have reached the broker, unless it refuses them."""
+"""Number of passes of the loop within which due messages must reach the broker, unless it refuses them."""
 ROOM_BYTES = 1 << 20
 SETTINGS: DelaySettings = DelaySettings(
     hostname="test",
@@ -105,7 +105,7 @@ class Hatch:
     # For the delay servers.
 
     def watch(self, subject: str) -> None:
-        """The broker serves every subject."""
+        """Do nothing, because the broker serves every subject."""
 
     def groups(self, subject: str) -> list[str]:
         is_open = self._brokers.is_ready and self._brokers.takes(subject)
@@ -161,14 +161,14 @@ class Hatch:
         self._brokers.copies[0].soon(partial(self._asked.pop(request.opaque), answer))
 
     def push(self, command: Command, *parts: Buffer) -> None:
-        """Ignore it: a broker sends a producer no requests."""
+        """Do nothing, because a broker sends a producer no requests."""
 
     def close(self, reason: str = "") -> None:
         """Do nothing."""
 
 
 class DelayAcceptor(Acceptor):
-    """Port of the delay group, which reads due times on the client's clock."""
+    """Port of the delay group, which converts due times from the clients' clock."""
 
     def __init__(self, copy: DelayCopy, *, clock: Clock, group: str, refusals: deque[QmqError]) -> None:
         super().__init__(copy, group=group, settings=SETTINGS, commands=COMMANDS, refusals=refusals)
@@ -204,7 +204,7 @@ def _put_forward(body: memoryview, ms: int) -> bytes:
 
 
 class Delays:
-    """Delay group, made on the broker's loop for the first client that asks for one; ends with the broker."""
+    """Delay group, made on the broker's loop for the first client that needs it; ends with the broker."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Shell. In-memory broker as a whole: both copies, their ports, the metaserver, and the wait conditions of tests.
 
-A delay group is added when a client first asks for one.
+A delay group is added when a client first needs it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Machine:
         """Return the delay group's name and port; it is made on first use.
 
         Raises:
-            NotServed: its packages are not installed.
+            NotServed: the packages of a delay group are not installed.
         """
         async with self._opening_delays:
             if self._delays is None:
@@ -150,10 +150,11 @@ class Machine:
         self.skip(ms)
 
     def skip(self, ms: int) -> None:
-        """Advance the clock, with a renewal of connected consumers' leases at each step: their heartbeats are slower.
+        """Advance the clock in steps. Each step renews the leases of connected consumers, whose heartbeats would be too
+        slow.
 
-        In steps of a part of a lease at first, as the core counts no longer silence between two ticks. Once the leases
-        of vanished consumers have ended, from one retry to the next.
+        At first a step is a part of a lease, because the core counts no longer silence between two ticks. Once the
+        leases of vanished consumers have ended, steps go from one retry to the next.
         """
         step_ms, leases_end_ms = self._lease_ms // LOOKS_IN_LEASE, self._clock.skipped_ms + self._lease_ms
         while ms > 0:
@@ -205,7 +206,7 @@ class Machine:
         return f"not {condition.text} within {timeout} s; {found}"
 
     def _happened(self) -> None:
-        """Check the conditions soon, once for all events of this turn of the loop."""
+        """Check the conditions soon, once for all events of this pass of the loop."""
         if self._conditions and not self._looks_soon:
             self._looks_soon = True
             asyncio.get_running_loop().call_soon(self._look)

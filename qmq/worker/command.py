@@ -18,7 +18,7 @@ from qmq.worker.plan import Exit
 from qmq.worker.process import Options
 
 READ_S = 5.0
-"""Time of one request."""
+"""Time limit of one request."""
 KILL_AFTER_S_MIN = 2.0
 
 
@@ -98,7 +98,7 @@ def _serve(parent: Parent, place: Endpoint) -> ThreadingHTTPServer:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Log no request: probes come each second."""
+            """Log no request, because probes arrive each second."""
 
     class Server(ThreadingHTTPServer):
         address_family = socket_family(place.host)

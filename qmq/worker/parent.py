@@ -55,7 +55,7 @@ class Parent:
         self._children: dict[int, Child] = {}
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._ended: list[Sample] = []
-        """Counts of processes that ended."""
+        """Numbers of processes that have ended."""
         self._count = 0
         self._began_s = time.monotonic()
         self._last_error = ""
@@ -177,7 +177,7 @@ class Parent:
     # State, for any thread.
 
     def samples(self) -> list[Sample]:
-        """Return the numbers of all processes; counts include those of ended ones."""
+        """Return the numbers of all processes; counters include those of ended processes."""
         children = list(self._children.values())
         return merged([*self._ended, *(sample for child in children for sample in child.samples)])
 

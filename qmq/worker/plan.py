@@ -12,13 +12,13 @@ from enum import IntEnum
 from typing import Protocol
 
 RESTART_S_MIN, RESTART_S_MAX = 0.5, 30.0
-"""Wait before a restart; doubled with each failure in a row."""
+"""Bounds of the wait before a restart, which doubles with each failure in a row."""
 STEADY_S = 60.0
-"""Life of a process after which its end counts as a first failure."""
+"""Run time of a process after which its end counts as a first failure."""
 STILL_S = 5.0
-"""After a longer gap between looks the whole worker stood still, and silence before it does not count."""
+"""Gap between looks above which the whole worker must have been stopped, so that silence before does not count."""
 FAILURES_MAX = 5
-"""Failures in a row of one place, while no process was ever ready, after which the worker ends."""
+"""Number of failures in a row of one place after which the worker ends, if no process was ever ready."""
 
 
 class Exit(IntEnum):
@@ -28,13 +28,13 @@ class Exit(IntEnum):
     """On request."""
     FAILED = 1
     CANNOT_START = 2
-    """Wrong call or import error: a restart does not help."""
+    """Wrong call or import error, at which a restart does not help."""
     REFUSED = 77
     """The token is rejected (EX_NOPERM)."""
 
 
 class Processes(Protocol):
-    """Processes of the shell, by number."""
+    """Processes, by number; implemented by the shell."""
 
     def start(self) -> int: ...
 
@@ -49,11 +49,11 @@ class Place:
 
     current: int | None = None
     following: int | None = None
-    """Process of a reload that is not ready yet."""
+    """Process started by a reload that is not ready yet."""
     began_s: float = 0.0
     failures: int = 0
     due_s: float = 0.0
-    """Time of the next start, without a process."""
+    """Time of the next start, while the place has no process."""
     is_renewed: bool = False
     """Whether a reload ended the process of the place."""
 
@@ -64,7 +64,7 @@ class Plan:
     Args:
         stop_s: time from the request to end until the kill of a process.
         kill_after_s: time without a report after which a process is killed; infinite for never.
-        waits_for_change: an import error keeps the worker waiting for the next reload (`--reload`).
+        waits_for_change: whether after an import error the worker waits for the next reload (`--reload`).
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class Plan:
         self._kill_after_s = kill_after_s
         self._waits_for_change = waits_for_change
         self._kill_s: dict[int, float] = {}
-        """Time of the kill, of processes that were requested to end."""
+        """Time of the kill, for each process that was requested to end."""
         self._reported_s: dict[int, float] = {}
-        """Time of the start or last report, of processes that were not killed."""
+        """Time of the start or last report, for each process that was not killed."""
         self._looked_s = math.inf
         self._ready: set[int] = set()
         self._leaving: set[int] = set()
@@ -123,7 +123,7 @@ class Plan:
                 place.current, place.began_s = self._start(now_s), now_s
 
     def reported(self, process: int, now_s: float) -> None:
-        """Note that a process has reported: its event loop runs."""
+        """Record that a process has reported, so its event loop runs."""
         if process in self._reported_s:
             self._reported_s[process] = now_s
 
@@ -132,7 +132,7 @@ class Plan:
         return {process: now_s - at_s for process, at_s in dict(self._reported_s).items()}
 
     def ready(self, process: int, now_s: float) -> None:
-        """Note that a process is connected; a reload ends its predecessor and continues."""
+        """Record that a process is connected. A reload then ends its predecessor and continues."""
         if process in self._ready:
             return
         self._ready.add(process)
@@ -151,7 +151,7 @@ class Plan:
             self._reload_next(now_s)
 
     def exited(self, process: int, status: int, now_s: float) -> None:
-        """Note that a process has ended with this exit status; negative after a signal."""
+        """Record that a process has ended with this exit status, which is negative after a signal."""
         place = self._place_of(process)
         self._ready.discard(process)
         self._leaving.discard(process)

@@ -9,9 +9,9 @@
     is_unique       whether a consumer has a fixed id
     error           reason of the end
 
-Before and after the run of the consumers a report is empty: it shows that no event loop of the process blocks. At the
-end of file the parent has ended, and the process ends as at SIGTERM. It ignores SIGINT, which a terminal sends to all
-processes.
+Before and after the run of the consumers a report is empty. It shows only that no event loop of the process blocks. At
+the end of file the parent has ended, and the process ends as at SIGTERM. It ignores SIGINT, which a terminal sends to
+all processes.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Options:
 
 
 class CannotRun(Exception):
-    """The worker cannot start; the text names the remedy."""
+    """Error: the worker cannot start; the text names the remedy."""
 
 
 def _call(path: str) -> None:
@@ -92,10 +92,10 @@ def _call(path: str) -> None:
 
 
 def load(targets: Iterable[str]) -> list[AnyConsumer]:
-    """Return the consumers at "module:name"; of a module alone, all of its consumers.
+    """Return the consumers at "module:name", or all consumers of a module.
 
     Raises:
-        CannotRun: there is none.
+        CannotRun: a target has no consumer.
     """
     found: list[AnyConsumer] = []
     for target in targets:
@@ -125,7 +125,7 @@ def names_in(module_name: str) -> dict[str, Any]:
 
 
 def values_of_modules(*kinds: type[C]) -> list[C]:
-    """Return the values of some classes that modules of the application have as names.
+    """Return the instances of some classes that are attributes of the application's modules.
 
     A traced producer stands for the producer that it wraps.
     """
@@ -148,7 +148,7 @@ class Run:
         self._kill_after_s = kill_after_s
         self._stuck_since_s = math.inf
         self._stuck = ""
-        """Reason of the end, if no call of a listener can begin."""
+        """Reason of the end, if it is that no call of a listener can begin."""
         self._clients: list[Any] = []
         self._is_running = self._is_stopping = False
 
@@ -209,7 +209,7 @@ class Run:
 
     async def _report_always(self) -> None:
         while True:
-            if (background := current()) is not None:  # its loop may block while this one runs
+            if (background := current()) is not None:  # the blocking clients' loop may be blocked while this loop runs
                 await asyncio.wrap_future(background.submit(asyncio.sleep(0)))
             self._check_threads()
             data = json.dumps(self._report() if self._is_running else {}).encode() + b"\n"
@@ -218,7 +218,7 @@ class Run:
             await asyncio.sleep(REPORT_S)
 
     def _check_threads(self) -> None:
-        """End the process if as many threads of a handler hang as it may have, for `kill_after_s`."""
+        """End the process if all threads that a handler may have hang for `kill_after_s`."""
         listeners = [listener for consumer in self._consumers for listener in consumer.listeners.values()]
         hung = [listener for listener in listeners if listener.hung_threads >= listener.concurrency]
         now_s = asyncio.get_running_loop().time()
@@ -240,7 +240,7 @@ async def _run(consumer: AnyConsumer) -> None:
 
 
 def send(link: socket.socket, **report: object) -> None:
-    """Write a report and wait for it, outside the event loop's work; drop it if the parent does not read."""
+    """Write a report, and wait until it is written, outside of the event loop; drop it if the parent does not read."""
     link.settimeout(REPORT_S)
     with suppress(OSError):
         link.sendall(json.dumps(report).encode() + b"\n")

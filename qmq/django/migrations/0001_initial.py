@@ -1,4 +1,4 @@
-"""Shell. Creates the table by the SQL files unless it exists."""
+"""Shell. Migration that creates the table by the SQL files, unless it exists."""
 
 from __future__ import annotations
 
