@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 from qmq.errors import OperatorError, QmqError
+from qmq.metaserver.actions.arguments import Arguments
 from qmq.metaserver.actions.causes import call_of
 from qmq.metaserver.actions.desk import ASKED_AT_ONCE, Desk, Handler, together
 from qmq.metaserver.actions.doctor import copies_without_place
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.routes import take_out_of_routes
 from qmq.metaserver.actions.shapes import broker_json, group_json, parts_json, state_json
-from qmq.metaserver.actions.words import Words
 from qmq.metaserver.cluster import old_database
 from qmq.metaserver.cluster.old_database import StateOf
 from qmq.metaserver.model import (
@@ -293,11 +293,11 @@ def _role_plan(change: RoleChange, *, data: object) -> Plan:
     )
 
 
-_BROKER_WORDS = ("brokerGroup", "role", "hostname", "ip", "servePort", "syncPort")
+_BROKER_ARGUMENTS = ("brokerGroup", "role", "hostname", "ip", "servePort", "syncPort")
 
 
-async def _add_broker(desk: Desk, words: Words) -> Plan:
-    registry, broker = desk.registry, _broker(words)
+async def _add_broker(desk: Desk, arguments: Arguments) -> Plan:
+    registry, broker = desk.registry, _broker(arguments)
     plan = add_broker(registry.directory, broker, reported=registry.terms.floor(broker.group))
     if broker.role != Role.MASTER or plan.reasons:
         return plan
@@ -329,28 +329,28 @@ def better_copy(master: Broker, copies: Sequence[Mapping[str, Any]]) -> str:
     return ""
 
 
-async def _replace_broker(desk: Desk, words: Words) -> Plan:
+async def _replace_broker(desk: Desk, arguments: Arguments) -> Plan:
     async def plan() -> Plan:
-        group = desk.registry.directory.groups.get(words["brokerGroup"])
-        points = await desk.registry.points_of(words["brokerGroup"]) if words.flag("acceptLoss") else Points()
+        group = desk.registry.directory.groups.get(arguments["brokerGroup"])
+        points = await desk.registry.points_of(arguments["brokerGroup"]) if arguments.flag("acceptLoss") else Points()
         return replace_broker(
             desk.registry.directory,
-            _broker(words),
+            _broker(arguments),
             desk.registry.may_be_up,
-            swap=words.flag("swap"),
-            accept_loss=words.flag("acceptLoss"),
-            lacking=await _lacking(desk, group, words),
+            swap=arguments.flag("swap"),
+            accept_loss=arguments.flag("acceptLoss"),
+            lacking=await _lacking(desk, group, arguments),
             master_lacking=await _master_lacking(desk, group),
             remembered=max(points.by_incarnation.values(), default=None),
-            reported=desk.registry.terms.floor(words["brokerGroup"]),
+            reported=desk.registry.terms.floor(arguments["brokerGroup"]),
         )
 
-    return await _plan_with_check(desk, desk.registry.directory.groups.get(words["brokerGroup"]), plan)
+    return await _plan_with_check(desk, desk.registry.directory.groups.get(arguments["brokerGroup"]), plan)
 
 
-async def _lacking(desk: Desk, group: Group | None, words: Words) -> str:
+async def _lacking(desk: Desk, group: Group | None, arguments: Arguments) -> str:
     """Return why the named slave's copy is incomplete, in a group with one slave that one's; empty: no report of it."""
-    key = BrokerKey(words["hostname"], words.number("servePort"))
+    key = BrokerKey(arguments["hostname"], arguments.number("servePort"))
     slaves = group.slaves if group else ()
     found = next((slave for slave in slaves if slave.key == key), next(iter(slaves), None))
     return await desk.registry.lacking(found) if found else ""
@@ -361,39 +361,41 @@ async def _master_lacking(desk: Desk, group: Group | None) -> str:
     return await desk.registry.lacking(group.master) if group and group.master else ""
 
 
-async def _set_copies(desk: Desk, words: Words) -> Plan:
-    group = desk.find_group(words["brokerGroup"])
-    min_copies = words.number("minCopies") if words["minCopies"] else None
+async def _set_copies(desk: Desk, arguments: Arguments) -> Plan:
+    group = desk.find_group(arguments["brokerGroup"])
+    min_copies = arguments.number("minCopies") if arguments["minCopies"] else None
     reported = desk.registry.terms.floor(group.name)
-    return set_copies(group, min_copies, words["syncMode"], reported=reported)
+    return set_copies(group, min_copies, arguments["syncMode"], reported=reported)
 
 
-async def _sync_replica(desk: Desk, words: Words) -> Plan:
-    return await _plan_filling(desk, words, sync_replica)
+async def _sync_replica(desk: Desk, arguments: Arguments) -> Plan:
+    return await _plan_filling(desk, arguments, sync_replica)
 
 
-async def _cancel_sync(desk: Desk, words: Words) -> Plan:
-    return await _plan_filling(desk, words, cancel_sync)
+async def _cancel_sync(desk: Desk, arguments: Arguments) -> Plan:
+    return await _plan_filling(desk, arguments, cancel_sync)
 
 
-async def _plan_filling(desk: Desk, words: Words, plan: Callable[..., Plan]) -> Plan:
+async def _plan_filling(desk: Desk, arguments: Arguments, plan: Callable[..., Plan]) -> Plan:
     """Plan SyncReplica or CancelSync, from the fill that the slave names and from the master, which reports whether the
     copy counts.
     """
-    group = desk.find_group(words["brokerGroup"])
+    group = desk.find_group(arguments["brokerGroup"])
     try:
-        slave = slave_at(group, words["host"])
+        slave = slave_at(group, arguments["host"])
         report = await desk.brokers.replica_status(slave)
     except OperatorError as refusal:
         return refused(str(refusal))
     except QmqError as error:
-        return refused(f"{words['host']} does not answer, so its missing frames are unknown: {error}. Start it first")
+        return refused(
+            f"{arguments['host']} does not answer, so its missing frames are unknown: {error}. Start it first"
+        )
     master = desk.registry.state(group.master) if group.master else None
     return plan(slave, report, counts=master is not None and report.incarnation in master.in_step)
 
 
-async def _remove_broker(desk: Desk, words: Words) -> Plan:
-    key = BrokerKey(words["hostname"], words.number("servePort"))
+async def _remove_broker(desk: Desk, arguments: Arguments) -> Plan:
+    key = BrokerKey(arguments["hostname"], arguments.number("servePort"))
 
     async def plan() -> Plan:
         registry = desk.registry
@@ -408,7 +410,7 @@ async def _remove_broker(desk: Desk, words: Words) -> Plan:
                 routes,
                 key,
                 lambda broker: broker.key in running,
-                forced=words.flag("force"),
+                forced=arguments.flag("force"),
                 reported=reported,
                 master_lacking=lacking,
             )
@@ -426,19 +428,19 @@ async def _plan_with_check(desk: Desk, group: Group | None, plan: Callable[[], A
     return made
 
 
-async def _plan_swap(desk: Desk, words: Words) -> Plan:
+async def _plan_swap(desk: Desk, arguments: Arguments) -> Plan:
     """Plan SwapRoles. Only the attempt shows whether the slave catches up in time and, if it sends heartbeats to
     another metaserver, whether its clock is right.
     """
     try:
-        group, slave = desk.swaps.ready(words["brokerGroup"], words["to"])
+        group, slave = desk.swaps.ready(arguments["brokerGroup"], arguments["to"])
     except OperatorError as refusal:
         return refused(str(refusal))
     return swap_roles(group, term=group.term, to=slave.key)
 
 
-async def _swap(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
-    swapped = await desk.swaps.swap(words["brokerGroup"], audit, to=words["to"])
+async def _swap(desk: Desk, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
+    swapped = await desk.swaps.swap(arguments["brokerGroup"], audit, to=arguments["to"])
     group = swapped.group
     old_master = next((slave for slave in group.slaves if slave.key == swapped.old_master), None)
     return {
@@ -453,21 +455,21 @@ async def _swap(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
     }
 
 
-async def _plan_failover(desk: Desk, words: Words) -> Plan:
+async def _plan_failover(desk: Desk, arguments: Arguments) -> Plan:
     """Plan Failover. The slave is chosen after the slaves have promised: the one with most by then."""
 
     async def plan() -> Plan:
         try:
-            change = await desk.failovers.plan(words["brokerGroup"], master_gone=words.flag("masterGone"))
+            change = await desk.failovers.plan(arguments["brokerGroup"], master_gone=arguments.flag("masterGone"))
         except OperatorError as refusal:
             return refused(str(refusal))
         return fail_over(change)
 
-    return await _plan_with_check(desk, desk.registry.directory.groups.get(words["brokerGroup"]), plan)
+    return await _plan_with_check(desk, desk.registry.directory.groups.get(arguments["brokerGroup"]), plan)
 
 
-async def _fail_over(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
-    facts, group = await desk.failovers.order(words["brokerGroup"], audit, master_gone=words.flag("masterGone"))
+async def _fail_over(desk: Desk, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
+    facts, group = await desk.failovers.order(arguments["brokerGroup"], audit, master_gone=arguments.flag("masterGone"))
     return {
         "brokerGroup": group.name,
         "term": group.term,
@@ -479,21 +481,21 @@ async def _fail_over(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> A
     }
 
 
-async def _adopt_roles(desk: Desk, words: Words) -> Plan:
-    registry, group = desk.registry, desk.find_group(words["brokerGroup"])
-    key = BrokerKey(words["hostname"], words.number("servePort"))
+async def _adopt_roles(desk: Desk, arguments: Arguments) -> Plan:
+    registry, group = desk.registry, desk.find_group(arguments["brokerGroup"])
+    key = BrokerKey(arguments["hostname"], arguments.number("servePort"))
     reported, given = registry.terms.newest(group.name), registry.terms.floor(group.name)
-    return adopt_roles(group, key, reported, registry.own_state, forced=words.flag("force"), given=given)
+    return adopt_roles(group, key, reported, registry.own_state, forced=arguments.flag("force"), given=given)
 
 
-async def _list_brokers(desk: Desk, words: Words) -> Any:
-    wanted = words["brokerGroup"]
+async def _list_brokers(desk: Desk, arguments: Arguments) -> Any:
+    wanted = arguments["brokerGroup"]
     brokers = sorted(desk.registry.directory.brokers(), key=lambda broker: (broker.group, broker.role))
     return [broker_json(broker, up=desk.registry.is_up(broker)) for broker in brokers if wanted in ("", broker.group)]
 
 
-async def _list_broker_groups(desk: Desk, words: Words) -> Any:
-    groups, wanted = desk.registry.directory.groups, words["brokerGroup"]
+async def _list_broker_groups(desk: Desk, arguments: Arguments) -> Any:
+    groups, wanted = desk.registry.directory.groups, arguments["brokerGroup"]
     listed = [groups[name] for name in sorted(groups) if wanted in ("", name)]
     states = await _current_states(desk, [broker for group in listed for broker in group.brokers])
     return [_describe_group(desk, group, states) for group in listed]
@@ -531,9 +533,9 @@ def _describe_group(desk: Desk, group: Group, states: Mapping[BrokerKey, Replica
     )
 
 
-async def _replica_status(desk: Desk, words: Words) -> Any:
-    if words["brokerGroup"]:
-        groups = [desk.find_group(words["brokerGroup"])]
+async def _replica_status(desk: Desk, arguments: Arguments) -> Any:
+    if arguments["brokerGroup"]:
+        groups = [desk.find_group(arguments["brokerGroup"])]
     else:
         groups = [group for _, group in sorted(desk.registry.directory.groups.items())]
     return await together([_compare(desk, group) for group in groups])
@@ -592,8 +594,8 @@ async def _replica(desk: Desk, broker: Broker) -> dict[str, Any]:
     }
 
 
-def _broker(words: Words) -> Broker:
-    return rules.parse_broker(*(words[name] for name in _BROKER_WORDS))
+def _broker(arguments: Arguments) -> Broker:
+    return rules.parse_broker(*(arguments[name] for name in _BROKER_ARGUMENTS))
 
 
 HANDLERS = {

@@ -74,16 +74,16 @@ class Clients:
         rows = [_client_json(client) for client in chosen]
         unasked: tuple[str, ...] = ()
         if not here:
-            words = {"subject": subject, "app": app, "limit": str(limit)}
-            answers, unasked = await self.elsewhere("Clients", words)
+            arguments = {"subject": subject, "app": app, "limit": str(limit)}
+            answers, unasked = await self.elsewhere("Clients", arguments)
             rows += [client for answer in answers.values() for client in answer["clients"]]
         return sorted(rows, key=lambda row: (str(row["app"]), str(row["clientId"])))[:limit], unasked
 
     async def elsewhere(
-        self, action: str, words: Mapping[str, str] = MappingProxyType({})
+        self, action: str, arguments: Mapping[str, str] = MappingProxyType({})
     ) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Return the answers of the other metaservers about themselves, by address, and those without an answer."""
-        asked = {"action": action, **words, "here": "true"}
+        asked = {"action": action, **arguments, "here": "true"}
         return await self._ask_others(lambda row: asyncio.to_thread(self._fetch, row, asked))
 
     async def _ask_others(self, ask: Callable[[MetaserverRow], Awaitable[T]]) -> tuple[dict[str, T], tuple[str, ...]]:
@@ -108,13 +108,13 @@ class Clients:
             )
             return answer
 
-    def _fetch(self, row: MetaserverRow, words: dict[str, str]) -> Any:
+    def _fetch(self, row: MetaserverRow, arguments: dict[str, str]) -> Any:
         """Return the data of another metaserver's answer."""
         address = row.http_address.removeprefix("http://")
         connection = http.client.HTTPConnection(address, timeout=self._timeout_s)
         headers = {"X-Api-Token": token_text(self._token), "Content-Type": "application/x-www-form-urlencoded"}
         try:
-            connection.request("POST", "/management", urlencode(words), headers)
+            connection.request("POST", "/management", urlencode(arguments), headers)
             answer: Any = json.loads(connection.getresponse().read(ANSWER_BYTES_MAX))
         finally:
             connection.close()

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
+from qmq.metaserver.actions.arguments import Arguments
 from qmq.metaserver.actions.desk import DATABASE, Desk, Handler, PartlyDone, wall_ms
 from qmq.metaserver.actions.plan import Plan, refused
-from qmq.metaserver.actions.words import Words
 from qmq.metaserver.cluster.group_starts import begin_at
 from qmq.metaserver.model import ALL_SUBJECTS, AuditRow, Directory, Group, Offline, Routes
 from qmq.metaserver.routes.placement import dead_letters_refusal, wider_routes
@@ -122,24 +122,24 @@ _WITH_VALUE = ("sequence", "time")
 _REMOVED = "removed"
 
 
-async def _plan_reset(desk: Desk, words: Words) -> Plan:
+async def _plan_reset(desk: Desk, arguments: Arguments) -> Plan:
     """Plan a reset on every broker concerned; one refusal, or one missing answer, refuses all."""
     try:
-        to = _target(words)
-        groups = groups_of_subject(desk, words["subject"], words["brokerGroup"])
+        to = _target(arguments)
+        groups = groups_of_subject(desk, arguments["subject"], arguments["brokerGroup"])
     except OperatorError as refusal:
         return refused(str(refusal))
     if to == "sequence" and len(groups) > 1:
         names = ", ".join(group.name for group in groups)
         return refused(f"each broker group counts its own sequences; name one of {names} as brokerGroup")
-    return await _plan_move(desk, words, groups, to)
+    return await _plan_move(desk, arguments, groups, to)
 
 
-async def _plan_removal(desk: Desk, words: Words) -> Plan:
+async def _plan_removal(desk: Desk, arguments: Arguments) -> Plan:
     """Plan the removal of a consumer group from all brokers that have it, on its subject's route or not; one refusal
     or missing answer refuses all.
     """
-    subject, name = key = words["subject"], words["group"]
+    subject, name = key = arguments["subject"], arguments["group"]
     sources = [subject] if is_dead_letter_subject(subject) else [subject, retry_subject(subject, name)]
     asked = [await desk.ask_all(desk.groups_with_master(), source, name) for source in sources]
     having = {
@@ -156,7 +156,9 @@ async def _plan_removal(desk: Desk, words: Words) -> Plan:
     stored = await desk.database.read(lambda repository: repository.consumer_groups([key]))
     if not (having or unasked or stored):
         return refused(f"no broker has a consumer group {name} of {subject}; Lag names them")
-    plan = await _plan_move(desk, words, [desk.find_group(broker_group) for broker_group in sorted(visited)], _REMOVED)
+    plan = await _plan_move(
+        desk, arguments, [desk.find_group(broker_group) for broker_group in sorted(visited)], _REMOVED
+    )
     rules = _rules_of(desk.registry.directory, key)
     return replace(plan, before={**plan.before, **rules}, after={**plan.after, **dict.fromkeys(rules)})
 
@@ -175,41 +177,41 @@ def _forget(directory: Directory, key: tuple[str, str]) -> tuple[Change, ...]:
     return ForgetConsumerGroups(*key), *offline, *limits
 
 
-async def _plan_move(desk: Desk, words: Words, groups: list[Group], to: str) -> Plan:
-    expected, failed = await _reset(desk, groups, words, to, dry_run=True)
+async def _plan_move(desk: Desk, arguments: Arguments, groups: list[Group], to: str) -> Plan:
+    expected, failed = await _reset(desk, groups, arguments, to, dry_run=True)
     return Plan(
         orders=True,
         refusals=tuple(f"{name}: {error}" for name, (error, _) in failed.items()),
-        subjects=frozenset({real_subject(words["subject"])}),
+        subjects=frozenset({real_subject(arguments["subject"])}),
         groups=frozenset(group.name for group in groups),
         before={name: _place(answer.before) for name, answer in expected.items()},
         after={name: _moved(answer) for name, answer in expected.items()},
         data={
             "result": "success",
-            "subject": words["subject"],
-            "group": words["group"],
+            "subject": arguments["subject"],
+            "group": arguments["group"],
             "to": to,
             "brokerGroups": {name: _reset_json(answer) for name, answer in expected.items()},
         },
     )
 
 
-async def _carry_out_move(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
+async def _carry_out_move(desk: Desk, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
     """Carry out a reset or a removal. The audit row is written first, the outcome second."""
     try:
         await desk.registry.change((), replace(audit, result="begun"))
     except OutcomeUnknown as error:
         raise NotServed(f"no broker was asked, as the database failed: {error}") from error
     groups = [desk.find_group(name) for name in sorted(plan.groups)]
-    done, failed = await _reset(desk, groups, words, plan.data["to"], dry_run=False)
+    done, failed = await _reset(desk, groups, arguments, plan.data["to"], dry_run=False)
     after = {name: _moved(answer) for name, answer in done.items()}
     result = "done" if not failed else "partly done" if done else "failed"
     removed = plan.data["to"] == _REMOVED and not failed
-    rows = _forget(desk.registry.directory, (words["subject"], words["group"])) if removed else ()
+    rows = _forget(desk.registry.directory, (arguments["subject"], arguments["group"])) if removed else ()
     try:
         await desk.registry.change(rows, replace(audit, after=after, result=result))
     except QmqError as error:  # the brokers have done it, and the first row records the beginning
-        log.warning("end of %s not recorded subject=%s reason=%s", audit.action, words["subject"], error)
+        log.warning("end of %s not recorded subject=%s reason=%s", audit.action, arguments["subject"], error)
         if removed:
             raise PartlyDone(
                 f"the brokers have removed it, the database keeps its begin: {error}; repeat", plan.data
@@ -230,13 +232,13 @@ async def _carry_out_move(desk: Desk, words: Words, plan: Plan, audit: AuditRow)
 
 
 async def _reset(
-    desk: Desk, groups: Iterable[Group], words: Words, to: str, *, dry_run: bool
+    desk: Desk, groups: Iterable[Group], arguments: Arguments, to: str, *, dry_run: bool
 ) -> tuple[dict[str, pb.ResetOffsetAnswer], dict[str, tuple[str, bool]]]:
     """Order or try a reset on the masters of these groups; return the results, and for each failure the reason and
     whether it may have been done.
     """
-    subject, consumer_group = words["subject"], words["group"]
-    value = words.number("value") if to in _WITH_VALUE else 0
+    subject, consumer_group = arguments["subject"], arguments["group"]
+    value = arguments.number("value") if to in _WITH_VALUE else 0
     asked, key = list(groups), (subject, consumer_group)
     rows = await desk.database.read(lambda repository: repository.consumer_groups([key]))
     calls = [
@@ -270,17 +272,17 @@ async def _reset_one(desk: Desk, group: Group, request: pb.ResetOffsetRequest) -
     return await desk.brokers.reset_offset(desk.master_of(group), request)
 
 
-def _target(words: Words) -> str:
+def _target(arguments: Arguments) -> str:
     """Return the target: QMQ's code, or our word."""
-    to = _QMQ_CODES.get(words["code"], "")
-    if words["to"] and to and words["to"] != to:
-        raise OperatorError(f"code {words['code']} means {to}, and to is {words['to']}; give one of them")
-    to = words["to"] or to
+    to = _QMQ_CODES.get(arguments["code"], "")
+    if arguments["to"] and to and arguments["to"] != to:
+        raise OperatorError(f"code {arguments['code']} means {to}, and to is {arguments['to']}; give one of them")
+    to = arguments["to"] or to
     if not to:
         raise OperatorError(
             "no position: give to=earliest, latest, sequence or time; or QMQ's code, 1 latest, 2 earliest"
         )
-    if (to in _WITH_VALUE) != words.is_given("value"):
+    if (to in _WITH_VALUE) != arguments.is_given("value"):
         raise OperatorError(f"to={to} {'needs a value' if to in _WITH_VALUE else 'takes no value'}")
     return to
 
@@ -313,9 +315,9 @@ def _reset_json(answer: pb.ResetOffsetAnswer) -> dict[str, int]:
     }
 
 
-async def _consumers(desk: Desk, words: Words) -> Any:
-    answers, unasked = await _answers(desk, words)
-    offline, subject = desk.registry.directory.offline, words["subject"]
+async def _consumers(desk: Desk, arguments: Arguments) -> Any:
+    answers, unasked = await _answers(desk, arguments)
+    offline, subject = desk.registry.directory.offline, arguments["subject"]
     found = {
         "groups": [_progress_json(name, row, offline) for name, row in _rows(answers)],
         "unasked": unasked,
@@ -330,9 +332,9 @@ async def _consumers(desk: Desk, words: Words) -> Any:
     return found | {"bytes": {name: answer.subject_bytes for name, answer in answers.items()}, "producers": producers}
 
 
-async def _lag(desk: Desk, words: Words) -> Any:
+async def _lag(desk: Desk, arguments: Arguments) -> Any:
     """Sum the progress over broker groups."""
-    answers, unasked = await _answers(desk, words, behind_max=words.number("limit"))
+    answers, unasked = await _answers(desk, arguments, behind_max=arguments.number("limit"))
     now, lags = wall_ms(), dict[tuple[str, str], dict[str, Any]]()
     for name, row in _rows(answers):
         fresh = {"subject": row.subject, "group": row.group, "messages": 0, "oldest": 0, "deadLetters": 0}
@@ -350,14 +352,14 @@ async def _lag(desk: Desk, words: Words) -> Any:
 
 
 async def _answers(
-    desk: Desk, words: Words, *, behind_max: int = 0
+    desk: Desk, arguments: Arguments, *, behind_max: int = 0
 ) -> tuple[dict[str, pb.ConsumersAnswer], dict[str, str]]:
-    subject = words["subject"]
+    subject = arguments["subject"]
     if subject:
         groups = groups_of_subject(desk, subject, "")
     else:
         groups = desk.groups_with_master()
-    return await desk.ask_all(groups, subject, words["group"], behind_max=behind_max)
+    return await desk.ask_all(groups, subject, arguments["group"], behind_max=behind_max)
 
 
 def _rows(answers: Mapping[str, pb.ConsumersAnswer]) -> list[tuple[str, pb.GroupProgress]]:
@@ -397,58 +399,58 @@ def _is_offline(rules: frozenset[Offline], subject: str, group: str, consumer: s
     return any(all(part in (ALL_SUBJECTS, name) for part, name in zip(rule, named, strict=True)) for rule in rules)
 
 
-async def _switch(desk: Desk, words: Words) -> Plan:
-    rule = Offline(words["subject"], words["consumerGroup"], words["clientId"])
+async def _switch(desk: Desk, arguments: Arguments) -> Plan:
+    rule = Offline(arguments["subject"], arguments["consumerGroup"], arguments["clientId"])
     registry = desk.registry
-    return switch_consumers(registry.directory, registry.routes, rule, offline=words["state"] == "offline")
+    return switch_consumers(registry.directory, registry.routes, rule, offline=arguments["state"] == "offline")
 
 
-async def _limit_subject(desk: Desk, words: Words) -> Plan:
-    subject, registry = words["subject"], desk.registry
+async def _limit_subject(desk: Desk, arguments: Arguments) -> Plan:
+    subject, registry = arguments["subject"], desk.registry
     if subject == ALL_SUBJECTS:
         return refused(_ONE_BY_ONE)
     limits = limits_of(registry.directory, (subject, OF_SUBJECT))
-    if words.is_given("expiresAfterS"):
-        limits = limits._replace(expires_after_s=words.number("expiresAfterS"))
-    if words.is_given("expired"):
-        limits = limits._replace(expired_die=words["expired"] == EXPIRED_DEAD_LETTER)
-    if words.is_given("messagesMax"):
-        limits = limits._replace(messages_max=words.number("messagesMax"))
-    if words.is_given("bytesMax"):
-        limits = limits._replace(bytes_max=words.number("bytesMax"))
-    if words.is_given("whenFull"):
-        limits = limits._replace(drops_oldest=words["whenFull"] == DROP_OLDEST)
+    if arguments.is_given("expiresAfterS"):
+        limits = limits._replace(expires_after_s=arguments.number("expiresAfterS"))
+    if arguments.is_given("expired"):
+        limits = limits._replace(expired_die=arguments["expired"] == EXPIRED_DEAD_LETTER)
+    if arguments.is_given("messagesMax"):
+        limits = limits._replace(messages_max=arguments.number("messagesMax"))
+    if arguments.is_given("bytesMax"):
+        limits = limits._replace(bytes_max=arguments.number("bytesMax"))
+    if arguments.is_given("whenFull"):
+        limits = limits._replace(drops_oldest=arguments["whenFull"] == DROP_OLDEST)
     if limits.expired_die and is_dead_letter_subject(subject):
         return refused(f"{subject} has dead letters: expired ones can only be dropped")
     return limit(registry.directory, registry.routes, limits)
 
 
-async def _limit_group(desk: Desk, words: Words) -> Plan:
+async def _limit_group(desk: Desk, arguments: Arguments) -> Plan:
     registry = desk.registry
-    if ALL_SUBJECTS in (words["subject"], words["group"]):
+    if ALL_SUBJECTS in (arguments["subject"], arguments["group"]):
         return refused(_ONE_BY_ONE)
-    limits = limits_of(registry.directory, (words["subject"], words["group"]))
-    if words.is_given("perSecond"):
-        limits = limits._replace(per_second=words.number("perSecond"))
-    if words.is_given("deadLettersTo"):
-        to = words["deadLettersTo"]
+    limits = limits_of(registry.directory, (arguments["subject"], arguments["group"]))
+    if arguments.is_given("perSecond"):
+        limits = limits._replace(per_second=arguments.number("perSecond"))
+    if arguments.is_given("deadLettersTo"):
+        to = arguments["deadLettersTo"]
         limits = limits._replace(dead_letters_to="" if to == DEAD_LETTER else to)
     return limit(registry.directory, registry.routes, limits)
 
 
-async def _list_limits(desk: Desk, words: Words) -> Any:
+async def _list_limits(desk: Desk, arguments: Arguments) -> Any:
     rows = sorted(desk.registry.directory.limits)
-    return [limits_json(row) for row in rows if words["subject"] in ("", row.subject)]
+    return [limits_json(row) for row in rows if arguments["subject"] in ("", row.subject)]
 
 
-async def _list_offline(desk: Desk, words: Words) -> Any:
+async def _list_offline(desk: Desk, arguments: Arguments) -> Any:
     rules = sorted(desk.registry.directory.offline)
-    return [offline_json(rule) for rule in rules if words["subject"] in ("", rule.subject)]
+    return [offline_json(rule) for rule in rules if arguments["subject"] in ("", rule.subject)]
 
 
-async def _clients(desk: Desk, words: Words) -> Any:
+async def _clients(desk: Desk, arguments: Arguments) -> Any:
     clients, unasked = await desk.clients.connected(
-        subject=words["subject"], app=words["app"], limit=words.number("limit"), here=words.flag("here")
+        subject=arguments["subject"], app=arguments["app"], limit=arguments.number("limit"), here=arguments.flag("here")
     )
     return {"clients": clients, "unasked": list(unasked)}
 

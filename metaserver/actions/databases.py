@@ -20,10 +20,10 @@ from urllib.parse import urlencode
 from qmq.access import Token, token_text
 from qmq.control_plane import DIRECT
 from qmq.errors import InvalidRequest, NotServed, OperatorError, OutcomeUnknown, QmqError, cause_of
+from qmq.metaserver.actions.arguments import Arguments
 from qmq.metaserver.actions.desk import Desk, Handler, PartlyDone, together
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.shapes import source_json, watchdog_json
-from qmq.metaserver.actions.words import Words
 from qmq.metaserver.model import WATCHDOGS, AuditRow, DataSource, LeaseRow
 from qmq.metaserver.storage.changes import AddDataSource, RemoveDataSource
 from qmq.metaserver.storage.sql import checked
@@ -39,23 +39,29 @@ keep the port as a part of their name.
 """
 
 
-async def _add_db(desk: Desk, words: Words) -> Plan:
-    url = _url(words)
+async def _add_db(desk: Desk, arguments: Arguments) -> Plan:
+    url = _url(arguments)
     try:
-        _check(words)
-        if query := _tls(words).query():
+        _check(arguments)
+        if query := _tls(arguments).query():
             url = f"{url}?{query}"
-        stored = desk.vault.encrypt(words["password"]) if words["password"] else ""
-        table = table_name(words["table"])
+        stored = desk.vault.encrypt(arguments["password"]) if arguments["password"] else ""
+        table = table_name(arguments["table"])
         checked(datasource_config, {"url": url})  # its parts were checked one by one
     except (OperatorError, InvalidRequest) as refusal:
         return refused(str(refusal))
     if len(stored) > LONG_NAME_CHARS_MAX:
         return refused(f"password is too long: encrypted it has {len(stored)} characters, {LONG_NAME_CHARS_MAX} fit")
-    known = await _find(desk, _url(words))
+    known = await _find(desk, _url(arguments))
     earlier = (RemoveDataSource(known.url),) if known is not None and known.url != url else ()
     source = DataSource(
-        url, words["username"], stored, words["room"], table=table, rate=words.number("rate"), age_s=words.number("age")
+        url,
+        arguments["username"],
+        stored,
+        arguments["room"],
+        table=table,
+        rate=arguments.number("rate"),
+        age_s=arguments.number("age"),
     )
     shown = source_json(source)
     del shown["updateTime"]
@@ -68,14 +74,14 @@ async def _add_db(desk: Desk, words: Words) -> Plan:
     )
 
 
-async def _remove_db(desk: Desk, words: Words) -> Plan:
-    known = await _find(desk, url := _url(words))
+async def _remove_db(desk: Desk, arguments: Arguments) -> Plan:
+    known = await _find(desk, url := _url(arguments))
     if known is None:
         return refused(f"no database {url} is registered; ListDbs names them")
     return Plan((RemoveDataSource(known.url),), everything=True, before=source_json(known), data={"removed": url})
 
 
-async def _list_dbs(desk: Desk, words: Words) -> Any:
+async def _list_dbs(desk: Desk, arguments: Arguments) -> Any:
     return [source_json(source) for source in await desk.database.read(lambda repository: repository.data_sources())]
 
 
@@ -84,39 +90,39 @@ async def _find(desk: Desk, url: str) -> DataSource | None:
     return next((source for source in sources if registered(source.url)[0] == url), None)
 
 
-def _url(words: Words) -> str:
+def _url(arguments: Arguments) -> str:
     """Return the name of a database: type://host:port/database; for SQLite also type:///path."""
-    kind, server = words["type"], ""
-    if kind != SQLITE or words["host"]:
-        host = words["host"].strip("[]")  # a name stays as it is: the registration is found by this text
-        server = str(Endpoint(host, words.number("port") or PORTS.get(kind, 0)))
-    return f"{kind}://{server}/{words['database']}" if words["database"] else f"{kind}://{server}"
+    kind, server = arguments["type"], ""
+    if kind != SQLITE or arguments["host"]:
+        host = arguments["host"].strip("[]")  # a name stays as it is: the registration is found by this text
+        server = str(Endpoint(host, arguments.number("port") or PORTS.get(kind, 0)))
+    return f"{kind}://{server}/{arguments['database']}" if arguments["database"] else f"{kind}://{server}"
 
 
-def _check(words: Words) -> None:
-    """Check that the words locate a database; raises InvalidRequest."""
-    if (kind := words["type"]) not in PORTS:
+def _check(arguments: Arguments) -> None:
+    """Check that the arguments locate a database; raises InvalidRequest."""
+    if (kind := arguments["type"]) not in PORTS:
         raise InvalidRequest(f"type {kind!r} is none of {', '.join(PORTS)}")
     if kind == SQLITE:
-        if not words["database"].startswith("/"):
+        if not arguments["database"].startswith("/"):
             raise InvalidRequest("database is the whole path of the file: --database=/var/lib/shop/shop.db")
-        if any(words[name] for name in TLS):
+        if any(arguments[name] for name in TLS):
             raise InvalidRequest("a file has no connection, so no TLS; leave out --tls and its certificates")
         return
     for name, option in (("host", "--host"), ("username", "--username"), ("password", "--password-file")):
-        if not words[name] and not (name == "password" and words["tlsCert"]):
+        if not arguments[name] and not (name == "password" and arguments["tlsCert"]):
             raise InvalidRequest(f"{name} is empty; a database of type {kind} needs {option}")
 
 
 TLS = ("tls", "tlsCa", "tlsCert", "tlsKey")
 
 
-def _tls(words: Words) -> Tls:
-    """Return the TLS of the words; raises InvalidRequest in the words of the command."""
-    tls = Tls(*(words[name] for name in TLS))
+def _tls(arguments: Arguments) -> Tls:
+    """Return the TLS of the arguments; raises InvalidRequest with the names of the options."""
+    tls = Tls(*(arguments[name] for name in TLS))
     try:
         tls.check()
-        if words["type"] != "postgresql":
+        if arguments["type"] != "postgresql":
             tls.mariadb()
     except ValueError as error:
         raise InvalidRequest(
@@ -125,7 +131,7 @@ def _tls(words: Words) -> Tls:
     return tls
 
 
-async def _watchdogs(desk: Desk, words: Words) -> Any:
+async def _watchdogs(desk: Desk, arguments: Arguments) -> Any:
     return [watchdog_json(row, room=_room(row)) for row in await watchdog_leases(desk)]
 
 
@@ -136,10 +142,10 @@ PARKED_ALONE = 999_999_999
 SHOWN_MAX = 20
 
 
-async def _stuck(desk: Desk, words: Words) -> Any:
+async def _stuck(desk: Desk, arguments: Arguments) -> Any:
     """List the stuck rows of each room's watchdog, and the rooms without an active or answering one."""
-    rows = [row for row in await watchdog_leases(desk) if words["room"] in ("", _room(row))]
-    asked = {name: words[name] for name in ("database", "older", "limit")}
+    rows = [row for row in await watchdog_leases(desk) if arguments["room"] in ("", _room(row))]
+    asked = {name: arguments[name] for name in ("database", "older", "limit")}
     results = await together([_caught(desk, row, asked) for row in rows])
     databases: list[dict[str, Any]] = []
     unasked = {}
@@ -158,14 +164,14 @@ async def _caught(desk: Desk, row: LeaseRow, asked: dict[str, str]) -> Any:
         return error
 
 
-async def _plan_retry(desk: Desk, words: Words) -> Plan:
-    database, ids = words["database"], words.names("ids")
+async def _plan_retry(desk: Desk, arguments: Arguments) -> Plan:
+    database, ids = arguments["database"], arguments.names("ids")
     if ids and not database:
         return refused("ids belong to one database: name it as ListDbs shows it")
-    if bool(ids) != words.is_given("ids") or not all(word.isascii() and word.isdecimal() for word in ids):
+    if bool(ids) != arguments.is_given("ids") or not all(word.isascii() and word.isdecimal() for word in ids):
         return refused("ids are whole numbers with commas between them")
     asked = {"database": database, "older": PARKED_ALONE, "limit": SHOWN_MAX}
-    found = (await desk.watchdogs.ask(await _active(desk, words), "/outbox/stuck", asked))["databases"]
+    found = (await desk.watchdogs.ask(await _active(desk, arguments), "/outbox/stuck", asked))["databases"]
     parked = {answer["database"]: answer["parked"] for answer in found if "parked" in answer}
     problems = {answer["database"]: answer["problem"] for answer in found if "problem" in answer}
     rows = (
@@ -182,14 +188,14 @@ async def _plan_retry(desk: Desk, words: Words) -> Plan:
     )
 
 
-async def _carry_out_retry(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
+async def _carry_out_retry(desk: Desk, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
     """Carry out the retry. The audit row is written first, the outcome second."""
-    address = await _active(desk, words)
+    address = await _active(desk, arguments)
     try:
         await desk.registry.change((), replace(audit, result="begun"))
     except OutcomeUnknown as error:
         raise NotServed(f"no watchdog was asked, as the database failed: {error}") from error
-    asked = {"database": words["database"], "ids": ",".join(words.names("ids"))}
+    asked = {"database": arguments["database"], "ids": ",".join(arguments.names("ids"))}
     try:
         found = (await desk.watchdogs.ask(address, "/outbox/retry", asked, changes=True))["databases"]
     except QmqError as error:
@@ -218,10 +224,12 @@ async def watchdog_leases(desk: Desk) -> list[LeaseRow]:
     return [row for row in leases if row.name.startswith(WATCHDOGS)]
 
 
-async def _active(desk: Desk, words: Words) -> str:
-    row = next((row for row in await watchdog_leases(desk) if _room(row) == words["room"]), None)
+async def _active(desk: Desk, arguments: Arguments) -> str:
+    row = next((row for row in await watchdog_leases(desk) if _room(row) == arguments["room"]), None)
     if row is None:
-        raise OperatorError(f"no watchdog of the room {words['room']!r} was ever active; ListWatchdogs names the rooms")
+        raise OperatorError(
+            f"no watchdog of the room {arguments['room']!r} was ever active; ListWatchdogs names the rooms"
+        )
     return _address(row)
 
 
@@ -253,14 +261,14 @@ class Watchdogs:
         self._token = token
         self._threads = ThreadPoolExecutor(ASKED_AT_ONCE, "watchdogs")
 
-    async def ask(self, address: str, path: str, words: Mapping[str, Any], *, changes: bool = False) -> Any:
+    async def ask(self, address: str, path: str, arguments: Mapping[str, Any], *, changes: bool = False) -> Any:
         """Return a watchdog's answer, parsed from JSON.
 
         Raises:
             OperatorError: it refuses. NotServed: no answer; nothing was changed.
             OutcomeUnknown: no answer to a call that `changes`; it may have been carried out.
         """
-        query = urlencode({name: value for name, value in words.items() if value != ""})
+        query = urlencode({name: value for name, value in arguments.items() if value != ""})
         method = "POST" if changes else "GET"
         request = urllib.request.Request(
             f"http://{address}{path}?{query}", headers={"X-Api-Token": token_text(self._token)}, method=method

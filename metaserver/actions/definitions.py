@@ -20,10 +20,10 @@ from typing import Any
 
 from qmq.errors import InvalidName, OperatorError
 from qmq.metaserver.access import is_valid
+from qmq.metaserver.actions.arguments import Arguments
 from qmq.metaserver.actions.consumers import DROP_OLDEST, EXPIRED_DEAD_LETTER, limit, limits_json, offline_json
 from qmq.metaserver.actions.desk import ROUTES_AT_ONCE, Desk, Handler, wall_ms
 from qmq.metaserver.actions.plan import Plan, refused
-from qmq.metaserver.actions.words import Words
 from qmq.metaserver.model import DELAY, Directory, Group, Offline, ReadonlyMark, Route, Routes, TokenRow
 from qmq.metaserver.storage.changes import AddSubject, Change, DecidedOn, SetGroupState, SetMark, SetOffline, SetRoute
 from qmq.operator_limits import OperatorLimits
@@ -46,7 +46,7 @@ def token_json(row: TokenRow) -> dict[str, Any]:
     return {"name": row.name, "role": row.role, **scope, "expires": row.expires_ms}
 
 
-async def _export(desk: Desk, words: Words) -> Any:
+async def _export(desk: Desk, arguments: Arguments) -> Any:
     directory, now = desk.registry.directory, wall_ms()
     routes = []
     for number, route in enumerate(list(desk.registry.routes.values())):
@@ -233,10 +233,10 @@ def _count(value: Any) -> int:
     return value
 
 
-async def _import(desk: Desk, words: Words) -> Plan:
+async def _import(desk: Desk, arguments: Arguments) -> Plan:
     registry = desk.registry
     try:
-        document = json.loads(words["definitions"])
+        document = json.loads(arguments["definitions"])
     except ValueError as error:
         raise OperatorError(f"the definitions are no JSON: {error}") from None
     return import_definitions(registry.directory, registry.routes, registry.tokens, document)

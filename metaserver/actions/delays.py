@@ -10,9 +10,9 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
+from qmq.metaserver.actions.arguments import Arguments
 from qmq.metaserver.actions.desk import Desk, Handler, PartlyDone, together, wall_ms
 from qmq.metaserver.actions.plan import Plan, refused
-from qmq.metaserver.actions.words import Words
 from qmq.metaserver.model import DELAY, AuditRow, Broker, Group
 from qmq.proto import qmq_pb2 as pb
 
@@ -24,12 +24,12 @@ CANCELLED, SENT, UNKNOWN = "cancelled", "sent", "unknown"
 A = TypeVar("A")
 
 
-async def _stats(desk: Desk, words: Words) -> Any:
+async def _stats(desk: Desk, arguments: Arguments) -> Any:
     begin_ms = wall_ms()
     request = pb.DelayStatsRequest(
-        subject=words["subject"], begin_ms=begin_ms, end_ms=begin_ms + words.number("hours") * HOUR_MS
+        subject=arguments["subject"], begin_ms=begin_ms, end_ms=begin_ms + arguments.number("hours") * HOUR_MS
     )
-    answers, unasked = await _ask_all(desk, words, lambda broker: desk.brokers.delay_stats(broker, request))
+    answers, unasked = await _ask_all(desk, arguments, lambda broker: desk.brokers.delay_stats(broker, request))
     hours: dict[int, int] = {}
     for answer in answers.values():
         for hour in answer.hours:
@@ -60,12 +60,15 @@ def _stats_json(name: str, answer: pb.DelayStatsAnswer) -> dict[str, Any]:
     }
 
 
-async def _list(desk: Desk, words: Words) -> Any:
-    limit = words.number("limit")
+async def _list(desk: Desk, arguments: Arguments) -> Any:
+    limit = arguments.number("limit")
     request = pb.ListDelayedRequest(
-        subject=words["subject"], begin_ms=words.number("since"), end_ms=words.number("until"), messages_max=limit
+        subject=arguments["subject"],
+        begin_ms=arguments.number("since"),
+        end_ms=arguments.number("until"),
+        messages_max=limit,
     )
-    answers, unasked = await _ask_all(desk, words, lambda broker: desk.brokers.list_delayed(broker, request))
+    answers, unasked = await _ask_all(desk, arguments, lambda broker: desk.brokers.list_delayed(broker, request))
     parts = [[_message_json(name, message) for message in answer.messages] for name, answer in answers.items()]
     count = sum(map(len, parts))
     messages = list(islice(merge(*parts, key=lambda message: (message["due"], message["number"])), limit))
@@ -87,15 +90,15 @@ def _message_json(name: str, message: pb.DelayedMessage) -> dict[str, Any]:
     }
 
 
-async def _schedules(desk: Desk, words: Words) -> Any:
-    limit = words.number("limit")
-    request = pb.ListDelayedRequest(subject=words["subject"], messages_max=limit, recurring=True)
-    answers, unasked = await _ask_all(desk, words, lambda broker: desk.brokers.list_delayed(broker, request))
+async def _schedules(desk: Desk, arguments: Arguments) -> Any:
+    limit = arguments.number("limit")
+    request = pb.ListDelayedRequest(subject=arguments["subject"], messages_max=limit, recurring=True)
+    answers, unasked = await _ask_all(desk, arguments, lambda broker: desk.brokers.list_delayed(broker, request))
     rows = [
         _schedule_json(name, message)
         for name, answer in answers.items()
         for message in answer.messages
-        if message.HasField("schedule") and words["owner"] in ("", message.schedule.owner)
+        if message.HasField("schedule") and arguments["owner"] in ("", message.schedule.owner)
     ]
     rows.sort(key=lambda row: (row["next"], row["subject"], row["name"]))
     is_more = len(rows) > limit or any(answer.more for answer in answers.values())
@@ -115,22 +118,22 @@ def _schedule_json(name: str, message: pb.DelayedMessage) -> dict[str, Any]:
     }
 
 
-async def _plan_cancel(desk: Desk, words: Words) -> Plan:
-    if not words.names("ids") and not words.names("keys"):
+async def _plan_cancel(desk: Desk, arguments: Arguments) -> Plan:
+    if not arguments.names("ids") and not arguments.names("keys"):
         return refused("name the messages: ids, keys or both, separated by commas")
     try:
-        groups = _groups(desk, words)
+        groups = _groups(desk, arguments)
     except OperatorError as refusal:
         return refused(str(refusal))
     return Plan(
         orders=True,
-        subjects=frozenset({words["subject"]}),
+        subjects=frozenset({arguments["subject"]}),
         groups=frozenset(group.name for group in groups),
-        before={"ids": words.names("ids"), "keys": words.names("keys")},
+        before={"ids": arguments.names("ids"), "keys": arguments.names("keys")},
     )
 
 
-async def _carry_out_cancel(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
+async def _carry_out_cancel(desk: Desk, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
     """Send the order to every group, since a message is in one of them. The audit row is written first, the outcome
     second.
     """
@@ -138,9 +141,9 @@ async def _carry_out_cancel(desk: Desk, words: Words, plan: Plan, audit: AuditRo
         await desk.registry.change((), replace(audit, result="begun"))
     except OutcomeUnknown as error:
         raise NotServed(f"no delay server was asked, as the database failed: {error}") from error
-    ids, keys = words.names("ids"), words.names("keys")
-    request = pb.CancelDelayedRequest(subject=words["subject"], ids=ids, keys=keys)
-    answers, failed = await _ask_all(desk, words, lambda broker: desk.brokers.cancel_delayed(broker, request))
+    ids, keys = arguments.names("ids"), arguments.names("keys")
+    request = pb.CancelDelayedRequest(subject=arguments["subject"], ids=ids, keys=keys)
+    answers, failed = await _ask_all(desk, arguments, lambda broker: desk.brokers.cancel_delayed(broker, request))
     outcomes = {
         "ids": _fates(ids, [answer.ids for answer in answers.values()]),
         "keys": _fates(keys, [answer.keys for answer in answers.values()]),
@@ -149,8 +152,8 @@ async def _carry_out_cancel(desk: Desk, words: Words, plan: Plan, audit: AuditRo
     try:
         await desk.registry.change((), replace(audit, after=outcomes, result=result))
     except QmqError as error:  # the delay servers have done it, and the first row records the beginning
-        log.warning("end of CancelDelayed not recorded subject=%s reason=%s", words["subject"], error)
-    data = {"subject": words["subject"], **outcomes, "unasked": failed}
+        log.warning("end of CancelDelayed not recorded subject=%s reason=%s", arguments["subject"], error)
+    data = {"subject": arguments["subject"], **outcomes, "unasked": failed}
     if failed and (keys or UNKNOWN in outcomes["ids"].values()):  # an id means one message, a key maybe many
         text = "; ".join(f"{name}: {why}" for name, why in failed.items())
         raise PartlyDone(
@@ -169,8 +172,8 @@ def _fates(names: list[str], answers: Iterable[Iterable[str]]) -> dict[str, str]
     return fates
 
 
-def _groups(desk: Desk, words: Words) -> list[Group]:
-    groups, only = desk.registry.directory.groups_of(DELAY), words["brokerGroup"]
+def _groups(desk: Desk, arguments: Arguments) -> list[Group]:
+    groups, only = desk.registry.directory.groups_of(DELAY), arguments["brokerGroup"]
     if only and only not in groups:
         raise OperatorError(f"there is no group {only} of delay servers; ListBrokerGroups names them")
     if not groups:
@@ -179,7 +182,7 @@ def _groups(desk: Desk, words: Words) -> list[Group]:
 
 
 async def _ask_all(
-    desk: Desk, words: Words, ask: Callable[[Broker], Awaitable[A]]
+    desk: Desk, arguments: Arguments, ask: Callable[[Broker], Awaitable[A]]
 ) -> tuple[dict[str, A], dict[str, str]]:
     """Ask the masters of the delay groups; return the answers, and for each missing one the reason."""
 
@@ -189,7 +192,7 @@ async def _ask_all(
         except QmqError as error:
             return error
 
-    groups = _groups(desk, words)
+    groups = _groups(desk, arguments)
     results = await together([caught(group) for group in groups])
     answers, failed = {}, {}
     for group, result in zip(groups, results, strict=True):

@@ -13,8 +13,8 @@ from cryptography.fernet import Fernet, InvalidToken, MultiFernet
 from qmq.client.batch import Receipt
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
 from qmq.message import Message
+from qmq.metaserver.actions.arguments import Arguments
 from qmq.metaserver.actions.plan import Blast, Contents, Leftover, Plan
-from qmq.metaserver.actions.words import Words
 from qmq.metaserver.cluster.group_starts import expected_at
 from qmq.metaserver.cluster.registry import Registry
 from qmq.metaserver.model import (
@@ -123,7 +123,7 @@ class ClientsPort(Protocol):
 class WatchdogsPort(Protocol):
     """The active watchdogs, each at the address of its lease."""
 
-    async def ask(self, address: str, path: str, words: Mapping[str, Any], *, changes: bool = False) -> Any: ...
+    async def ask(self, address: str, path: str, arguments: Mapping[str, Any], *, changes: bool = False) -> Any: ...
 
 
 async def cannot_send(message: Message) -> Receipt:
@@ -332,17 +332,17 @@ def wall_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-Look = Callable[[Desk, Words], Awaitable[Any]]
+Look = Callable[[Desk, Arguments], Awaitable[Any]]
 """Returns the data of a list."""
-LookAs = Callable[[Desk, Words, Caller], Awaitable[Any]]
+LookAs = Callable[[Desk, Arguments, Caller], Awaitable[Any]]
 """Returns data that depends on the caller."""
-MakePlan = Callable[[Desk, Words], Awaitable[Plan]]
+MakePlan = Callable[[Desk, Arguments], Awaitable[Plan]]
 """Decides a change on the current registry."""
-Needs = Callable[[Words], tuple[tuple[str, str], ...]]
+Needs = Callable[[Arguments], tuple[tuple[str, str], ...]]
 """Rights with their subjects, as in `Plan.needs`."""
-CarryOut = Callable[[Desk, Words, Plan, AuditRow], Awaitable[Any]]
+CarryOut = Callable[[Desk, Arguments, Plan, AuditRow], Awaitable[Any]]
 """Makes a change of more than one transaction; returns the answer's data."""
-Afterwards = Callable[[Desk, Words, Plan], Awaitable[Any]]
+Afterwards = Callable[[Desk, Arguments, Plan], Awaitable[Any]]
 """Completes the answer's data after the change is stored."""
 
 

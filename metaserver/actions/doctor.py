@@ -17,10 +17,10 @@ from typing import Any
 
 from qmq.errors import NotServed, OperatorError, QmqError
 from qmq.metaserver.access import is_valid
+from qmq.metaserver.actions.arguments import Arguments
 from qmq.metaserver.actions.causes import Check, CheckKind, call_of, one_per_cause
 from qmq.metaserver.actions.desk import Desk, Handler, together, wall_ms
 from qmq.metaserver.actions.shapes import broker_json, parted_json
-from qmq.metaserver.actions.words import Words
 from qmq.metaserver.cluster.old_database import COMMANDS
 from qmq.metaserver.model import Broker, Group, ReplicaState, part
 from qmq.metaserver.roles import rules
@@ -43,9 +43,9 @@ Ask = Callable[[Broker], Awaitable[ReplicaState]]
 """Returns a broker's state. Raises NotServed, OperatorError."""
 
 
-async def _doctor(desk: Desk, words: Words, caller: Caller) -> Any:
+async def _doctor(desk: Desk, arguments: Arguments, caller: Caller) -> Any:
     """Return the checks of the metaserver; the tool adds those of its own machine."""
-    own, here = await own_refusals(desk), words.flag("here")
+    own, here = await own_refusals(desk), arguments.flag("here")
     checks = [_routes(own["routes"])] if here else await examine(desk, desk.brokers.replica_status)
     return {
         "version": desk.version,

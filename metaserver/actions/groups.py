@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
+from qmq.metaserver.actions.arguments import Arguments
 from qmq.metaserver.actions.desk import Desk, Handler, OldRoutes, together
 from qmq.metaserver.actions.plan import LISTED_MAX, Plan, refused
-from qmq.metaserver.actions.words import Words
 from qmq.metaserver.console.display import Look, per_second
 from qmq.metaserver.model import ALL_SUBJECTS, DELAY, AuditRow, Broker, Directory, Group, ReadonlyMark, Route, Routes
 from qmq.metaserver.storage.changes import (
@@ -157,16 +157,16 @@ LOOK_AGAIN_S = 0.1
 """Routes reach clients within tens of milliseconds."""
 
 
-async def _mark(desk: Desk, words: Words) -> Plan:
-    return await _plan_mark(desk, words, readonly=True)
+async def _mark(desk: Desk, arguments: Arguments) -> Plan:
+    return await _plan_mark(desk, arguments, readonly=True)
 
 
-async def _unmark(desk: Desk, words: Words) -> Plan:
-    return await _plan_mark(desk, words, readonly=False)
+async def _unmark(desk: Desk, arguments: Arguments) -> Plan:
+    return await _plan_mark(desk, arguments, readonly=False)
 
 
-async def _plan_mark(desk: Desk, words: Words, *, readonly: bool) -> Plan:
-    directory, subject, group = desk.registry.directory, words["subject"], words["brokerGroup"]
+async def _plan_mark(desk: Desk, arguments: Arguments, *, readonly: bool) -> Plan:
+    directory, subject, group = desk.registry.directory, arguments["subject"], arguments["brokerGroup"]
     return await _on_routes(
         desk,
         subject,
@@ -182,12 +182,12 @@ async def _on_routes(desk: Desk, subject: str, group: str, work: Callable[[Mappi
     return work(desk.registry.routes)
 
 
-async def _after_mark(desk: Desk, words: Words, plan: Plan) -> Any:
-    directory, group = desk.registry.directory, words["brokerGroup"]
+async def _after_mark(desk: Desk, arguments: Arguments, plan: Plan) -> Any:
+    directory, group = desk.registry.directory, arguments["brokerGroup"]
     without = await _on_routes(
-        desk, words["subject"], group, lambda routes: stranded(directory, routes, group, plan.subjects)
+        desk, arguments["subject"], group, lambda routes: stranded(directory, routes, group, plan.subjects)
     )
-    held = await wait_for_old_routes(desk, group, words["subject"], words.number("waitMs"))
+    held = await wait_for_old_routes(desk, group, arguments["subject"], arguments.number("waitMs"))
     return {**plan.data, **held, "withoutOtherGroup": {"count": len(without), "names": without[:LISTED_MAX]}}
 
 
@@ -212,8 +212,8 @@ def _are_all_current(counts: OldRoutes) -> bool:
     return not counts.producers and not counts.consumers and not counts.unasked
 
 
-async def _list_readonly(desk: Desk, words: Words) -> Any:
-    marks = [mark for mark in sorted(desk.registry.directory.marks) if words["brokerGroup"] in ("", mark.group)]
+async def _list_readonly(desk: Desk, arguments: Arguments) -> Any:
+    marks = [mark for mark in sorted(desk.registry.directory.marks) if arguments["brokerGroup"] in ("", mark.group)]
     counts = await together([wait_for_old_routes(desk, mark.group, mark.subject, 0) for mark in marks])
     shown = [
         {"subject": mark.subject, "brokerGroup": mark.group, **held} for mark, held in zip(marks, counts, strict=True)
@@ -221,30 +221,30 @@ async def _list_readonly(desk: Desk, words: Words) -> Any:
     draining = [
         {"brokerGroup": name, "subject": ALL_SUBJECTS, "draining": True}
         for name, group in sorted(desk.registry.directory.groups.items())
-        if group.draining and words["brokerGroup"] in ("", name)
+        if group.draining and arguments["brokerGroup"] in ("", name)
     ]
     return {"marks": shown, "draining": draining}
 
 
-async def _drain(desk: Desk, words: Words) -> Plan:
-    return await _plan_draining(desk, words, draining=True)
+async def _drain(desk: Desk, arguments: Arguments) -> Plan:
+    return await _plan_draining(desk, arguments, draining=True)
 
 
-async def _undrain(desk: Desk, words: Words) -> Plan:
-    return await _plan_draining(desk, words, draining=False)
+async def _undrain(desk: Desk, arguments: Arguments) -> Plan:
+    return await _plan_draining(desk, arguments, draining=False)
 
 
-async def _plan_draining(desk: Desk, words: Words, *, draining: bool) -> Plan:
-    directory, group = desk.registry.directory, words["brokerGroup"]
+async def _plan_draining(desk: Desk, arguments: Arguments, *, draining: bool) -> Plan:
+    directory, group = desk.registry.directory, arguments["brokerGroup"]
     return await desk.on_routes_of({group}, lambda routes: set_draining(directory, routes, group, draining=draining))
 
 
-async def _after_drain(desk: Desk, words: Words, plan: Plan) -> Any:
+async def _after_drain(desk: Desk, arguments: Arguments, plan: Plan) -> Any:
     """Return the rest of a drain: producers that may still send, waiting messages, dead letters, routes with the
     group.
     """
-    name = words["brokerGroup"]
-    held = await wait_for_old_routes(desk, name, ALL_SUBJECTS, words.number("waitMs"))
+    name = arguments["brokerGroup"]
+    held = await wait_for_old_routes(desk, name, ALL_SUBJECTS, arguments.number("waitMs"))
     contents = await desk.contents(name, ALL_SUBJECTS)
     left = contents.most_first
     return {
@@ -268,21 +268,21 @@ async def _after_drain(desk: Desk, words: Words, plan: Plan) -> Any:
     }
 
 
-async def _set_tag(desk: Desk, words: Words) -> Plan:
-    return set_tag(desk.registry.directory, words["brokerGroup"], words["tag"])
+async def _set_tag(desk: Desk, arguments: Arguments) -> Plan:
+    return set_tag(desk.registry.directory, arguments["brokerGroup"], arguments["tag"])
 
 
-async def _set_failover(desk: Desk, words: Words) -> Plan:
-    return set_failover(desk.registry.directory, words["brokerGroup"], words["failover"])
+async def _set_failover(desk: Desk, arguments: Arguments) -> Plan:
+    return set_failover(desk.registry.directory, arguments["brokerGroup"], arguments["failover"])
 
 
-async def _acknowledge_loss(desk: Desk, words: Words) -> Plan:
-    return acknowledge_loss(desk.registry.directory, words["brokerGroup"])
+async def _acknowledge_loss(desk: Desk, arguments: Arguments) -> Plan:
+    return acknowledge_loss(desk.registry.directory, arguments["brokerGroup"])
 
 
-async def _rates(desk: Desk, words: Words) -> Any:
+async def _rates(desk: Desk, arguments: Arguments) -> Any:
     """Return the rates of the master since its process began; a change of roles begins anew."""
-    group = desk.find_group(words["brokerGroup"])
+    group = desk.find_group(arguments["brokerGroup"])
     try:
         samples = (await desk.brokers.rates(desk.master_of(group))).samples
     except QmqError as error:
@@ -295,8 +295,8 @@ async def _rates(desk: Desk, words: Words) -> Any:
 log = logging.getLogger("qmq.metaserver")
 
 
-async def _list_quarantine(desk: Desk, words: Words) -> Any:
-    brokers = desk.find_group(words["brokerGroup"]).brokers
+async def _list_quarantine(desk: Desk, arguments: Arguments) -> Any:
+    brokers = desk.find_group(arguments["brokerGroup"]).brokers
     answers = await asyncio.gather(*(_ask_quarantine(desk, broker) for broker in brokers))
     return {
         "brokers": [_copy_json(broker, found) for broker, found in zip(brokers, answers, strict=True)],
@@ -338,14 +338,14 @@ def _part_json(part: pb.KeptPart) -> dict[str, Any]:
     }
 
 
-async def _plan_clear(desk: Desk, words: Words) -> Plan:
+async def _plan_clear(desk: Desk, arguments: Arguments) -> Plan:
     """Plan ClearQuarantine. Evidence is cleared by name only, so an operator must have seen it."""
     try:
-        broker = _broker_at(desk.find_group(words["brokerGroup"]), words["host"])
+        broker = _broker_at(desk.find_group(arguments["brokerGroup"]), arguments["host"])
         answer = await desk.brokers.quarantine(broker, pb.QuarantineRequest())
     except OperatorError as refusal:
         return refused(str(refusal))
-    named, parts = words.names("parts"), [_part_json(part) for part in answer.parts]
+    named, parts = arguments.names("parts"), [_part_json(part) for part in answer.parts]
     if unknown := set(named) - {part["name"] for part in parts}:
         return refused(f"{', '.join(sorted(unknown))}: {broker.key} has no such part; ListQuarantine names them")
     cleared = [part for part in parts if (part["name"] in named if named else not part["evidence"])]
@@ -356,9 +356,9 @@ async def _plan_clear(desk: Desk, words: Words) -> Plan:
     return Plan(orders=True, groups=frozenset({broker.group}), before=cleared, after=[])
 
 
-async def _carry_out_clear(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
+async def _carry_out_clear(desk: Desk, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
     """Clear the planned parts. The audit row is written first, because cleared parts are gone."""
-    broker = _broker_at(desk.find_group(words["brokerGroup"]), words["host"])
+    broker = _broker_at(desk.find_group(arguments["brokerGroup"]), arguments["host"])
     try:
         await desk.registry.change((), replace(audit, result="begun"))
     except OutcomeUnknown as error:

@@ -12,12 +12,12 @@ from typing import Any
 
 from qmq.errors import NotServed, QmqError
 from qmq.metaserver.access import is_valid, new_token
+from qmq.metaserver.actions.arguments import Arguments
 from qmq.metaserver.actions.databases import watchdog_leases
 from qmq.metaserver.actions.desk import Desk, Handler, together, wall_ms
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.routes import NAMED_MAX
 from qmq.metaserver.actions.shapes import audit_json, metaserver_json
-from qmq.metaserver.actions.words import Words
 from qmq.metaserver.model import DELAY, Broker, MetaserverRow, TokenRow
 from qmq.metaserver.storage.backup import header_fault, lost_masters
 from qmq.metaserver.storage.changes import AddToken, Change, ForgetGroup, RestoreAll, RevokeToken
@@ -109,41 +109,41 @@ DATABASE_WAIT_MS = 60_000
 """A dump of 100,000 subjects takes seconds."""
 
 
-async def _audit_trail(desk: Desk, words: Words) -> Any:
-    about = [words[name] for name in ("brokerGroup", "subject", "request") if words[name]]
+async def _audit_trail(desk: Desk, arguments: Arguments) -> Any:
+    about = [arguments[name] for name in ("brokerGroup", "subject", "request") if arguments[name]]
     rows = await desk.database.read(
         lambda repository: repository.audit_trail(
-            words.number("before") or None,
-            words.number("limit"),
-            who=words["who"],
-            action=words["name"],
-            since_ms=words.number("since"),
-            until_ms=words.number("until"),
+            arguments.number("before") or None,
+            arguments.number("limit"),
+            who=arguments["who"],
+            action=arguments["name"],
+            since_ms=arguments.number("since"),
+            until_ms=arguments.number("until"),
             about=about,
         ),
         timeout_ms=DATABASE_WAIT_MS,
     )
-    full = len(rows) == words.number("limit")
-    whole = words.is_given("request")
+    full = len(rows) == arguments.number("limit")
+    whole = arguments.is_given("request")
     return {"rows": [audit_json(row, whole=whole) for row in rows], "next": rows[-1].id if rows and full else None}
 
 
-async def _backup(desk: Desk, words: Words) -> Any:
+async def _backup(desk: Desk, arguments: Arguments) -> Any:
     return await desk.database.read(lambda repository: repository.dump(), timeout_ms=DATABASE_WAIT_MS)
 
 
-async def _restore(desk: Desk, words: Words) -> Plan:
+async def _restore(desk: Desk, arguments: Arguments) -> Plan:
     present = await desk.database.read(lambda repository: repository.dump(), timeout_ms=DATABASE_WAIT_MS)
-    return restore(json.loads(words["backup"]), present, forced=words.flag("force"))
+    return restore(json.loads(arguments["backup"]), present, forced=arguments.flag("force"))
 
 
-async def _adopt_database(desk: Desk, words: Words) -> Plan:
+async def _adopt_database(desk: Desk, arguments: Arguments) -> Plan:
     present = await desk.database.read(lambda repository: repository.dump(), timeout_ms=DATABASE_WAIT_MS)
     return adopt_database(
         desk.registry.mirror.lost_groups(),
         present,
         lambda: desk.registry.dump_memory(present),
-        keeps_memory=words["keep"] == "memory",
+        keeps_memory=arguments["keep"] == "memory",
     )
 
 
@@ -154,7 +154,7 @@ async def _stored_metaservers(desk: Desk) -> list[MetaserverRow]:
         return []  # then only the live ones are known
 
 
-async def _list_metaservers(desk: Desk, words: Words) -> Any:
+async def _list_metaservers(desk: Desk, arguments: Arguments) -> Any:
     alive = {row.id: row for row in desk.registry.peers()}
     known = {**{row.id: row for row in await _stored_metaservers(desk)}, **alive}
     rows = sorted(known.values(), key=lambda row: row.http_address)
@@ -165,21 +165,23 @@ async def _list_metaservers(desk: Desk, words: Words) -> Any:
 DAY_MS = 24 * 3600 * 1000
 
 
-async def _add_token(desk: Desk, words: Words) -> Plan:
+async def _add_token(desk: Desk, arguments: Arguments) -> Plan:
     for name in ("subjects", "groups"):
-        if words.is_given(name) and not words.names(name):  # empty variables of a script would make it unlimited
-            return refused(f"{name} {words[name]!r} names none; leave it out for an unlimited token")
+        if arguments.is_given(name) and not arguments.names(
+            name
+        ):  # empty variables of a script would make it unlimited
+            return refused(f"{name} {arguments[name]!r} names none; leave it out for an unlimited token")
     known = await desk.database.read(lambda repository: repository.load_tokens())
     try:
         row, text = new_token(
-            words["name"],
-            words["role"],
+            arguments["name"],
+            arguments["role"],
             known=known,
             random_bytes=secrets.token_bytes,
             now_ms=wall_ms(),
-            lifetime_ms=words.number("days") * DAY_MS,
-            subjects=words.names("subjects"),
-            groups=words.names("groups"),
+            lifetime_ms=arguments.number("days") * DAY_MS,
+            subjects=arguments.names("subjects"),
+            groups=arguments.names("groups"),
         )
     except QmqError as refusal:
         return refused(str(refusal))
@@ -187,17 +189,17 @@ async def _add_token(desk: Desk, words: Words) -> Plan:
     return Plan((AddToken(row),), everything=True, after=shown, data={**shown, "token": text})
 
 
-async def _revoke_token(desk: Desk, words: Words) -> Plan:
+async def _revoke_token(desk: Desk, arguments: Arguments) -> Plan:
     known = {row.id: row for row in await desk.database.read(lambda repository: repository.load_tokens())}
-    row = known.get(words["id"])
+    row = known.get(arguments["id"])
     if row is None:
-        return refused(f"there is no token {words['id']}; ListTokens names them")
+        return refused(f"there is no token {arguments['id']}; ListTokens names them")
     if row.revoked_ms:
         return Plan(everything=True, before=_token_json(row), data=_token_json(row))
     return Plan((RevokeToken(row.id),), everything=True, before=_token_json(row), data={"revoked": row.id})
 
 
-async def _list_tokens(desk: Desk, words: Words) -> Any:
+async def _list_tokens(desk: Desk, arguments: Arguments) -> Any:
     rows = await desk.database.read(lambda repository: repository.load_tokens())
     return [_token_json(row) for row in sorted(rows, key=lambda row: (row.name, row.created_ms))]
 
@@ -220,11 +222,11 @@ SETTINGS_MAX = 40
 """Brokers that are queried if none is named; more have thousands of settings."""
 
 
-async def _settings(desk: Desk, words: Words) -> Any:
+async def _settings(desk: Desk, arguments: Arguments) -> Any:
     """Return the settings of brokers; without a broker group, also of metaservers and active watchdogs."""
-    if words.flag("here"):
+    if arguments.flag("here"):
         return {"processes": [_own_settings(desk)], "unasked": {}, "more": 0}
-    directory, group = desk.registry.directory, words["brokerGroup"]
+    directory, group = desk.registry.directory, arguments["brokerGroup"]
     others, unasked = ([], {}) if group else await _settings_of_others(desk)
     named = desk.find_group(group).brokers if group else directory.brokers()
     brokers = sorted(named, key=lambda broker: broker.key)

@@ -16,10 +16,10 @@ from qmq.dead_letters import GROUP, SUBJECT
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
 from qmq.message import ORDER_KEY, Message
 from qmq.message_view import body_bytes, body_json, json_type_of, properties_json
+from qmq.metaserver.actions.arguments import Arguments
 from qmq.metaserver.actions.consumers import groups_of_subject
 from qmq.metaserver.actions.desk import Desk, Handler, PartlyDone, together
 from qmq.metaserver.actions.plan import Plan, refused
-from qmq.metaserver.actions.words import Words
 from qmq.metaserver.model import AuditRow, Group
 from qmq.operator_limits import dead_letter_subjects
 from qmq.proto import qmq_pb2 as pb
@@ -37,25 +37,25 @@ QUESTIONS_MAX = 20
 """Number of requests per broker: each searches for a bounded time, so rare messages take several."""
 
 
-async def _browse(desk: Desk, words: Words, caller: Caller) -> Any:
+async def _browse(desk: Desk, arguments: Arguments, caller: Caller) -> Any:
     """List messages as the tools' Browse does: one list over all broker groups, with the missing answers."""
-    caller.require_subject(CONSUME, words["subject"])
-    groups = groups_of_subject(desk, words["subject"], words["brokerGroup"])
+    caller.require_subject(CONSUME, arguments["subject"])
+    groups = groups_of_subject(desk, arguments["subject"], arguments["brokerGroup"])
     for group in groups:
         caller.require_group(group.name)
-    places, limit = _places(desk, words["subject"], words["deadLettersOf"]), words.number("limit")
-    newest_first = not words.is_given("since") and not words.is_given("sequence")
+    places, limit = _places(desk, arguments["subject"], arguments["deadLettersOf"]), arguments.number("limit")
+    newest_first = not arguments.is_given("since") and not arguments.is_given("sequence")
     request = pb.BrowseRequest(
-        begin=words.number("sequence"),
-        since_ms=words.number("since"),
-        until_ms=words.number("until"),
-        id=words["id"],
-        tags=words.names("tag"),
-        properties=_properties(words["property"]),
+        begin=arguments.number("sequence"),
+        since_ms=arguments.number("since"),
+        until_ms=arguments.number("until"),
+        id=arguments["id"],
+        tags=arguments.names("tag"),
+        properties=_properties(arguments["property"]),
         newest_first=newest_first,
         messages_max=limit,
         with_properties=True,
-        body_bytes_max=words.number("bodyBytes"),
+        body_bytes_max=arguments.number("bodyBytes"),
     )
     asked = [(group, place) for group in groups for place in places]
     found = await together([_look(desk, group, place, request, limit) for group, place in asked])
@@ -177,21 +177,21 @@ class _Taken:
 
 
 @asynccontextmanager
-async def _taking(desk: Desk, words: Words, groups: Sequence[Group]) -> AsyncIterator[_Taken]:
-    taken, source_subject = _Taken(), words["from"]
-    owner = (words["subject"], words["group"]) if source_subject else None
-    choice = Choice(id=words["id"], reason=words["reason"], whose=owner)
-    to = words["to"]
+async def _taking(desk: Desk, arguments: Arguments, groups: Sequence[Group]) -> AsyncIterator[_Taken]:
+    taken, source_subject = _Taken(), arguments["from"]
+    owner = (arguments["subject"], arguments["group"]) if source_subject else None
+    choice = Choice(id=arguments["id"], reason=arguments["reason"], whose=owner)
+    to = arguments["to"]
     at = [desk.master_of(group) for group in groups_of_subject(desk, to, "")] if to else []
     async with AsyncExitStack() as stack:
         for group in groups:
             try:
                 master = desk.master_of(group)
                 source = await desk.brokers.dead_letters(
-                    master, subject=words["subject"], group=words["group"], to=to, at=at, source=source_subject
+                    master, subject=arguments["subject"], group=arguments["group"], to=to, at=at, source=source_subject
                 )
                 stack.push_async_callback(source.close)
-                await _take(taken, source, choice, words.number("limit"))
+                await _take(taken, source, choice, arguments.number("limit"))
             except QmqError as error:
                 taken.unasked[group.name] = str(error)
         yield taken
@@ -205,44 +205,44 @@ async def _take(taken: _Taken, source: DeadLetters, choice: Choice, limit: int) 
         chosen += list(choice.of(source.broker_group, pieces, ALL))[: limit - taken.count]
 
 
-def _needs_redrive(words: Words) -> tuple[tuple[str, str], ...]:
+def _needs_redrive(arguments: Arguments) -> tuple[tuple[str, str], ...]:
     """Return the rights for Redrive. In a subject shared with other groups, all messages are read to choose from."""
-    named = ((CONSUME, words["from"]), (PRODUCE, words["to"]))
-    own = (REDRIVE, retry_subject(words["subject"], words["group"]))
+    named = ((CONSUME, arguments["from"]), (PRODUCE, arguments["to"]))
+    own = (REDRIVE, retry_subject(arguments["subject"], arguments["group"]))
     return (own, *((right, subject) for right, subject in named if subject))
 
 
-async def _plan_redrive(desk: Desk, words: Words) -> Plan:
-    to = words["to"]
+async def _plan_redrive(desk: Desk, arguments: Arguments) -> Plan:
+    to = arguments["to"]
     if is_derived_name(to):
         return refused(f"{to} is written by brokers alone; without a subject they go back to their group")
     try:
-        groups = groups_of_subject(desk, words["subject"], words["brokerGroup"])
+        groups = groups_of_subject(desk, arguments["subject"], arguments["brokerGroup"])
         others = groups_of_subject(desk, to, "") if to else []
     except OperatorError as refusal:
         return refused(str(refusal))
-    async with _taking(desk, words, groups) as taken:
+    async with _taking(desk, arguments, groups) as taken:
         rows = [letter.json() for _, letters in taken.chosen for letter in letters[:SHOWN_MAX]]
     after = {"deadLetters": taken.looked_at - taken.count, "goBack": taken.count, "among them": rows[:SHOWN_MAX]}
     return Plan(
         orders=taken.count > 0,
-        subjects=frozenset({to or retry_subject(words["subject"], words["group"])}),
+        subjects=frozenset({to or retry_subject(arguments["subject"], arguments["group"])}),
         groups=frozenset(group.name for group in (*groups, *others)),
-        needs=_needs_redrive(words),
+        needs=_needs_redrive(arguments),
         before={"deadLetters": taken.looked_at},
         after=after | ({"notAsked": taken.unasked} if taken.unasked else {}),
     )
 
 
-async def _carry_out_redrive(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
+async def _carry_out_redrive(desk: Desk, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
     """Carry out the move. The audit row is written first, the outcome second."""
     try:
         await desk.registry.change((), replace(audit, result="begun"))
     except OutcomeUnknown as error:
         raise NotServed(f"no dead letter was moved, as the database failed: {error}") from error
-    receipt = Receipt(words["subject"], words["group"])
-    groups = groups_of_subject(desk, words["subject"], words["brokerGroup"])
-    async with _taking(desk, words, groups) as taken:
+    receipt = Receipt(arguments["subject"], arguments["group"])
+    groups = groups_of_subject(desk, arguments["subject"], arguments["brokerGroup"])
+    async with _taking(desk, arguments, groups) as taken:
         receipt.looked_at, receipt.unasked = taken.looked_at, taken.unasked
         for source, letters in taken.chosen:
             await _move_all(source, letters, receipt)
@@ -252,7 +252,7 @@ async def _carry_out_redrive(desk: Desk, words: Words, plan: Plan, audit: AuditR
     try:
         await desk.registry.change((), replace(audit, after=counts, result=result))
     except QmqError as error:  # they have gone back, and the first row records the beginning
-        log.warning("end of Redrive not recorded subject=%s reason=%s", words["subject"], error)
+        log.warning("end of Redrive not recorded subject=%s reason=%s", arguments["subject"], error)
     return _as_shown(receipt, counts, is_whole=is_whole)
 
 
@@ -305,34 +305,36 @@ UNSENT = "-"
 """Id of a message that is only checked."""
 
 
-def _needs_produce(words: Words) -> tuple[tuple[str, str], ...]:
-    return ((PRODUCE, words["subject"]),)
+def _needs_produce(arguments: Arguments) -> tuple[tuple[str, str], ...]:
+    return ((PRODUCE, arguments["subject"]),)
 
 
-async def _plan_produce(desk: Desk, words: Words) -> Plan:
+async def _plan_produce(desk: Desk, arguments: Arguments) -> Plan:
     try:
-        message = _message(words)
-        encode_message(_message(words, id=UNSENT), 0)  # raises what the producer would
-        groups = groups_of_subject(desk, words["subject"], "")  # without a route, a typing error would make a subject
+        message = _message(arguments)
+        encode_message(_message(arguments, id=UNSENT), 0)  # raises what the producer would
+        groups = groups_of_subject(
+            desk, arguments["subject"], ""
+        )  # without a route, a typing error would make a subject
     except QmqError as refusal:
         return refused(str(refusal))
-    if is_derived_name(words["subject"]):
-        return refused(f"{words['subject']} is written by brokers alone")
+    if is_derived_name(arguments["subject"]):
+        return refused(f"{arguments['subject']} is written by brokers alone")
     return Plan(
         orders=True,
-        subjects=frozenset({words["subject"]}),
+        subjects=frozenset({arguments["subject"]}),
         groups=frozenset(group.name for group in groups),
-        needs=_needs_produce(words),
+        needs=_needs_produce(arguments),
         before={},
         after={"message": dict(message.properties), "tags": sorted(message.tags)}
-        | ({} if message.body is None else {"body": words["body"], "contentType": message.content_type}),
+        | ({} if message.body is None else {"body": arguments["body"], "contentType": message.content_type}),
     )
 
 
-def _message(words: Words, id: str | None = None) -> Message:
+def _message(arguments: Arguments, id: str | None = None) -> Message:
     """Make the message of Produce. Raises OperatorError, InvalidMessage, InvalidName."""
     try:
-        value = json.loads(words["properties"] or "{}")
+        value = json.loads(arguments["properties"] or "{}")
     except (ValueError, RecursionError) as error:
         raise OperatorError(f"properties are not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -343,24 +345,26 @@ def _message(words: Words, id: str | None = None) -> Message:
         if item is not None
     }
     try:
-        body = body_bytes({"body": words["body"] or None})
+        body = body_bytes({"body": arguments["body"] or None})
     except ValueError as error:
         raise OperatorError(str(error)) from None
     if body is None and not texts:
         raise OperatorError("the message is empty; give properties or a body")
-    if body is None and words["contentType"]:
+    if body is None and arguments["contentType"]:
         raise OperatorError("contentType describes the body; give a body")
-    content_type = words["contentType"] or json_type_of(body)
-    return Message(words["subject"], texts, body=body, content_type=content_type, tags=words.names("tags"), id=id)
+    content_type = arguments["contentType"] or json_type_of(body)
+    return Message(
+        arguments["subject"], texts, body=body, content_type=content_type, tags=arguments.names("tags"), id=id
+    )
 
 
-async def _carry_out_produce(desk: Desk, words: Words, plan: Plan, audit: AuditRow) -> Any:
+async def _carry_out_produce(desk: Desk, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
     """Send the message. The audit row is written first: a message cannot be taken back."""
     try:
         await desk.registry.change((), audit)
     except OutcomeUnknown as error:
         raise NotServed(f"no message was sent, as the database failed: {error}") from error
-    receipt = (await desk.send(_message(words))).check()
+    receipt = (await desk.send(_message(arguments))).check()
     return {"id": receipt.message_id, "brokerGroup": receipt.broker_group, "sequence": receipt.sequence}
 
 

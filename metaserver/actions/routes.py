@@ -9,10 +9,10 @@ from heapq import nsmallest
 from typing import Any
 
 from qmq.errors import OperatorError
+from qmq.metaserver.actions.arguments import Arguments
 from qmq.metaserver.actions.desk import Desk, Handler, wall_ms
 from qmq.metaserver.actions.plan import Contents, Plan, refused
 from qmq.metaserver.actions.shapes import route_json, subject_json
-from qmq.metaserver.actions.words import Words
 from qmq.metaserver.model import ALL_SUBJECTS, NORMAL, Directory, Route, Routes, SubjectInfo, has_route
 from qmq.metaserver.routes.placement import sources_left
 from qmq.metaserver.storage.changes import AddSubject, Change, ForgetConsumerGroups, NoRouteSince, RemoveRoute, SetRoute
@@ -246,28 +246,28 @@ def _first(texts: list[str]) -> list[str]:
     return texts[:NAMED_MAX] + ([f"and {rest:,} more subjects"] if rest > 0 else [])
 
 
-async def _add_new_subject(desk: Desk, words: Words) -> Plan:
-    return add_new_subject(desk.registry.directory, words["subject"], words["tag"], now_ms=wall_ms())
+async def _add_new_subject(desk: Desk, arguments: Arguments) -> Plan:
+    return add_new_subject(desk.registry.directory, arguments["subject"], arguments["tag"], now_ms=wall_ms())
 
 
-async def _add_group(desk: Desk, words: Words) -> Plan:
+async def _add_group(desk: Desk, arguments: Arguments) -> Plan:
     return add_group(
-        desk.registry.directory, desk.registry.routes, words["subject"], words["brokerGroup"], now_ms=wall_ms()
+        desk.registry.directory, desk.registry.routes, arguments["subject"], arguments["brokerGroup"], now_ms=wall_ms()
     )
 
 
-async def _extend(desk: Desk, words: Words) -> Plan:
-    directory, subject = desk.registry.directory, words["relatedSubject"]
-    related, new = words["relatedBrokerGroup"], words["newBrokerGroup"]
+async def _extend(desk: Desk, arguments: Arguments) -> Plan:
+    directory, subject = desk.registry.directory, arguments["relatedSubject"]
+    related, new = arguments["relatedBrokerGroup"], arguments["newBrokerGroup"]
     none_since = _none_since(desk, subject, related, without=new)
     plan = await desk.on_all_routes(lambda routes: extend(directory, routes, subject, related, new))
     return replace(plan, changes=(*none_since, *plan.changes)) if plan.changes else plan
 
 
-async def _remove_group(desk: Desk, words: Words) -> Plan:
-    subject, group = words["subject"], words["brokerGroup"]
+async def _remove_group(desk: Desk, arguments: Arguments) -> Plan:
+    subject, group = arguments["subject"], arguments["brokerGroup"]
     contents, takes_messages = await desk.contents(group, subject), desk.takes_messages(group)
-    directory, forced, none_since = desk.registry.directory, words.flag("force"), _none_since(desk, subject, group)
+    directory, forced, none_since = desk.registry.directory, arguments.flag("force"), _none_since(desk, subject, group)
     plan = await desk.on_all_routes(
         lambda routes: remove_group(
             directory, routes, subject, group, contents=contents, takes_messages=takes_messages, forced=forced
@@ -281,8 +281,8 @@ def _none_since(desk: Desk, subject: str, group: str, *, without: str = "") -> t
     return (NoRouteSince(desk.registry.routes_version, group, without),) if subject == ALL_SUBJECTS else ()
 
 
-async def _remove_subject(desk: Desk, words: Words) -> Plan:
-    subject = words["subject"]
+async def _remove_subject(desk: Desk, arguments: Arguments) -> Plan:
+    subject = arguments["subject"]
     route = desk.registry.routes.get(subject)
     groups = route.groups if route else ()
     held: list[Contents] = await asyncio.gather(*(desk.contents(group, subject) for group in groups))
@@ -292,12 +292,17 @@ async def _remove_subject(desk: Desk, words: Words) -> Plan:
         subject,
         contents=dict(zip(groups, held, strict=True)),
         users=max((count.watchers for count in counts), default=0),
-        forced=words.flag("force"),
+        forced=arguments.flag("force"),
     )
 
 
-async def _list_routes(desk: Desk, words: Words) -> Any:
-    prefix, group, after, limit = words["prefix"], words["brokerGroup"], words["after"], words.number("limit")
+async def _list_routes(desk: Desk, arguments: Arguments) -> Any:
+    prefix, group, after, limit = (
+        arguments["prefix"],
+        arguments["brokerGroup"],
+        arguments["after"],
+        arguments.number("limit"),
+    )
 
     def find(routes: dict[str, Route]) -> list[dict[str, Any]]:
         found = (
@@ -311,8 +316,8 @@ async def _list_routes(desk: Desk, words: Words) -> Any:
     return await desk.on_all_routes(find)
 
 
-async def _query_route(desk: Desk, words: Words) -> Any:
-    directory, subject = desk.registry.directory, real_subject(words["subject"])
+async def _query_route(desk: Desk, arguments: Arguments) -> Any:
+    directory, subject = desk.registry.directory, real_subject(arguments["subject"])
     route = desk.registry.routes.get(subject)
     if route is None or not route.groups:
         raise OperatorError(f"{subject} has no route; it gets one with its first producer or consumer")

@@ -1,4 +1,4 @@
-"""Shell. Runs actions: checks words and rights, plans, shows or stores the plan, settles unknown outcomes."""
+"""Shell. Runs actions: checks arguments and rights, plans, shows or stores the plan, settles unknown outcomes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from qmq.metaserver.actions import (
     messages,
     routes,
 )
+from qmq.metaserver.actions.arguments import Arguments, read_arguments, recorded, unknown_word
 from qmq.metaserver.actions.desk import Desk, Handler, PartlyDone
 from qmq.metaserver.actions.plan import Plan, one_text, preview
-from qmq.metaserver.actions.words import Words, read_words, recorded, unknown_word
 from qmq.metaserver.model import AuditRow
 from qmq.metaserver.observability.metrics import Metrics
 from qmq.metaserver.storage.changes import StaleDirectory, StaleTerm, StaleVersion
@@ -72,10 +72,10 @@ class Actions:
         if action is None:
             return Answer(Status.REFUSED, unknown_word("action", name, ACTIONS), code="UnknownAction")
         try:
-            words = read_words(action, given)
+            arguments = read_arguments(action, given)
             caller.require_role(action.role)
             with deciding() if action.decides_database else nullcontext():
-                answer = await self._run(action, words, caller)
+                answer = await self._run(action, arguments, caller)
         except PartlyDone as error:
             answer = _failed(Status.UNKNOWN, error, data=error.data)
         except OutcomeUnknown as error:
@@ -87,63 +87,63 @@ class Actions:
         self._note(action, answer, caller)
         return answer
 
-    async def _run(self, action: Action, words: Words, caller: Caller) -> Answer:
+    async def _run(self, action: Action, arguments: Arguments, caller: Caller) -> Answer:
         handler = self._handlers[action.name]
         if handler.look or handler.look_as:
             if action.installation:
                 _require_everything(caller)
             with suppress(NotServed):  # with the latest changes of other metaservers, if the database answers
                 await self._desk.registry.mirror.catch_up()
-            return Answer(Status.DONE, data=await self._look(handler, words, caller))
-        if words.flag(DRY_RUN):
-            plan = await self._plan(action, handler, words, caller)
+            return Answer(Status.DONE, data=await self._look(handler, arguments, caller))
+        if arguments.flag(DRY_RUN):
+            plan = await self._plan(action, handler, arguments, caller)
             shown = preview(plan, await self._desk.blast(plan))
             if plan.reasons:
                 return Answer(Status.REFUSED, one_text(plan.reasons), shown, code=OperatorError.__name__)
             return Answer(Status.DONE, data=shown)
-        return await self._change(action, handler, words, caller)
+        return await self._change(action, handler, arguments, caller)
 
-    async def _look(self, handler: Handler, words: Words, caller: Caller) -> Any:
+    async def _look(self, handler: Handler, arguments: Arguments, caller: Caller) -> Any:
         if handler.look_as:
-            return await handler.look_as(self._desk, words, caller)
+            return await handler.look_as(self._desk, arguments, caller)
         assert handler.look is not None, "an action looks or plans"
-        return await handler.look(self._desk, words)
+        return await handler.look(self._desk, arguments)
 
-    async def _change(self, action: Action, handler: Handler, words: Words, caller: Caller) -> Answer:
+    async def _change(self, action: Action, handler: Handler, arguments: Arguments, caller: Caller) -> Answer:
         for attempt in range(1, TRIES_MAX + 1):
-            plan = await self._plan(action, handler, words, caller)
+            plan = await self._plan(action, handler, arguments, caller)
             if plan.reasons:
                 details = dict(plan.details)
                 data = details.pop("data", None)
                 return Answer(Status.REFUSED, one_text(plan.reasons), data, details, OperatorError.__name__)
-            if plan.changes and (shown := words[IF_PLAN]) and shown != plan.digest:
+            if plan.changes and (shown := arguments[IF_PLAN]) and shown != plan.digest:
                 raise OperatorError("the plan has changed since it was shown: read it again")
-            audit = _audit(action, words, caller, plan)
+            audit = _audit(action, arguments, caller, plan)
             try:
-                data = await self._carry_out(handler, words, plan, audit)
+                data = await self._carry_out(handler, arguments, plan, audit)
                 break
             except (StaleTerm, StaleVersion, StaleDirectory):  # another change was first: decide again
                 if attempt == TRIES_MAX or handler.carry_out:
                     raise
         if handler.afterwards:
-            data = await handler.afterwards(self._desk, words, plan)
+            data = await handler.afterwards(self._desk, arguments, plan)
         log.info("action done action=%s caller=%s peer=%s %s", action.name, caller.name, caller.peer, audit.parameters)
         return Answer(Status.DONE, data=data)
 
-    async def _plan(self, action: Action, handler: Handler, words: Words, caller: Caller) -> Plan:
+    async def _plan(self, action: Action, handler: Handler, arguments: Arguments, caller: Caller) -> Plan:
         with suppress(DatabaseSetAside) if action.decides_database else nullcontext():
             await self._desk.registry.mirror.catch_up()
         assert handler.plan is not None, "an action looks or plans"
-        _require_rights(caller, handler.needs(words) if handler.needs else ())
-        plan = await handler.plan(self._desk, words)
+        _require_rights(caller, handler.needs(arguments) if handler.needs else ())
+        plan = await handler.plan(self._desk, arguments)
         if plan.whole_groups:
             plan = replace(plan, subjects=plan.subjects | self._desk.registry.routes_of(plan.groups).keys())
         _require_scope(caller, plan)
         return plan
 
-    async def _carry_out(self, handler: Handler, words: Words, plan: Plan, audit: AuditRow) -> Any:
+    async def _carry_out(self, handler: Handler, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
         if handler.carry_out:
-            return await handler.carry_out(self._desk, words, plan, audit)
+            return await handler.carry_out(self._desk, arguments, plan, audit)
         if plan.changes:
             try:
                 await self._desk.registry.change(plan.changes, audit)
@@ -192,8 +192,8 @@ def _failed(status: Status, error: QmqError, data: Any = None) -> Answer:
     return Answer(status, str(error), data, code=type(error).__name__)
 
 
-def _audit(action: Action, words: Words, caller: Caller, plan: Plan) -> AuditRow:
-    parameters = {**recorded(action, words), REQUEST: secrets.token_hex(8)}
+def _audit(action: Action, arguments: Arguments, caller: Caller, plan: Plan) -> AuditRow:
+    parameters = {**recorded(action, arguments), REQUEST: secrets.token_hex(8)}
     return AuditRow(caller.name, caller.peer, action.name, parameters, plan.before, plan.after, result="done")
 
 

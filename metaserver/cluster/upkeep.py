@@ -301,8 +301,8 @@ class Upkeep:
         registry = self._registry
         changes = wider_routes(registry.directory.limits, registry.routes)
         for change, before in [(change, list(registry.routes[change.subject].groups)) for change in changes]:
-            words = {"subject": change.subject}
-            audit = AuditRow("metaserver", "", "WidenRoute", words, before, change.groups, result="done")
+            arguments = {"subject": change.subject}
+            audit = AuditRow("metaserver", "", "WidenRoute", arguments, before, change.groups, result="done")
             try:
                 await registry.change((change,), audit)
                 log.warning("route of dead letters extended subject=%s groups=%s", change.subject, change.groups)

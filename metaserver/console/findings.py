@@ -25,14 +25,14 @@ BAD, WARN = "bad", "warn"
 
 
 class Finding(NamedTuple):
-    """One line of the list. `path` and `words` lead to the page with the details; it stands for `number` things."""
+    """One line of the list. `path` and `query` lead to the page with the details; it stands for `number` things."""
 
     kind: str
     level: str
     text: str
     detail: str
     path: str = ""
-    words: Mapping[str, str] = {}
+    query: Mapping[str, str] = {}
     number: int = 1
 
 
@@ -104,8 +104,8 @@ def _hung(key: tuple[str, str], places: list[_Place]) -> Finding:
     subject, group = key
     for_s = max(ms for _, _, ms in places) // 1000
     detail = f"{subject} on {_names(places)}: a consumer has had the same first message for {_minutes(for_s)}"
-    words = {"subject": subject, "group": group}
-    return Finding("handlers", BAD, f"A handler of {group} hangs", detail, "/consumers", words)
+    query = {"subject": subject, "group": group}
+    return Finding("handlers", BAD, f"A handler of {group} hangs", detail, "/consumers", query)
 
 
 def _standing(key: tuple[str, str], places: list[_Place]) -> Finding:
@@ -115,8 +115,8 @@ def _standing(key: tuple[str, str], places: list[_Place]) -> Finding:
     why = f" ({', '.join(causes).replace('_', ' ')})" if causes else ""
     count = _counted(messages, "message")
     detail = f"{subject} on {_names(places)}: {count} not acked, and none was for {_minutes(for_s)}{why}"
-    words = {"subject": subject, "group": group}
-    return Finding("stalled", BAD, f"{group} stands still", detail, "/consumers", words)
+    query = {"subject": subject, "group": group}
+    return Finding("stalled", BAD, f"{group} stands still", detail, "/consumers", query)
 
 
 def _names(places: list[_Place]) -> str:

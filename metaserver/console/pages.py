@@ -65,21 +65,21 @@ class Asking:
         self.nights = nights
         self.surveyor = surveyor
 
-    async def ask(self, name: str, words: Mapping[str, Any] | None = None) -> Answer:
-        """Run an action; empty words are left out. Without a login, the answer is a refusal."""
+    async def ask(self, name: str, arguments: Mapping[str, Any] | None = None) -> Answer:
+        """Run an action; empty arguments are left out. Without a login, the answer is a refusal."""
         action, caller = ACTIONS[name], self.caller
         if caller is None and self._open_lists and not action.needs_token:
             caller = ANYBODY
         if caller is None:
             return Answer(Status.REFUSED, "log in to see this", code=LOG_IN)
-        given = {word: str(value) for word, value in (words or {}).items() if value not in ("", None)}
+        given = {name: str(value) for name, value in (arguments or {}).items() if value not in ("", None)}
         return await run_within(self._actions, action, given, caller)
 
-    async def ask_for(self, seconds: float, name: str, words: Mapping[str, Any] | None = None) -> Answer:
+    async def ask_for(self, seconds: float, name: str, arguments: Mapping[str, Any] | None = None) -> Answer:
         """Run an action with a time limit, for parts of a page that are not worth a longer wait."""
         try:
             async with asyncio.timeout(seconds):
-                return await self.ask(name, words)
+                return await self.ask(name, arguments)
         except TimeoutError:
             return Answer(Status.WAIT, f"{name} takes longer than {seconds:g} s; ask for less, or on its own page")
 
@@ -106,8 +106,8 @@ async def group_rates(asking: Asking, name: str) -> dict[str, Any]:
 
 async def subject_rates(asking: Asking, subject: str, group: str) -> dict[str, Any]:
     """Return the values of `subject_live.html`."""
-    words = {"subject": subject, "group": group}
-    return drawn_of_subject(asking, subject, group, await asking.ask("Consumers", words))
+    arguments = {"subject": subject, "group": group}
+    return drawn_of_subject(asking, subject, group, await asking.ask("Consumers", arguments))
 
 
 def drawn_of_subject(asking: Asking, subject: str, group: str, consumers: Answer) -> dict[str, Any]:
@@ -156,24 +156,24 @@ def counts_of(rows: list[dict[str, Any]]) -> dict[str, int]:
     return {IN: sum(ends.values())} | dict(list(done.items())[:SERIES_MAX]) if rows else {}
 
 
-def words_of(action: Action, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the action's parameters from a form; empty fields are left out."""
+def arguments_of(action: Action, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the action's arguments from a form; empty fields are left out."""
     names = {parameter.name for parameter in action.parameters}
     return {name: text.strip() for name, text in given.items() if name in names and text.strip()}
 
 
-async def plan(asking: Asking, action: Action, words: Mapping[str, str]) -> dict[str, Any]:
+async def plan(asking: Asking, action: Action, arguments: Mapping[str, str]) -> dict[str, Any]:
     """Return the plan of a change."""
-    answer = await asking.ask(action.name, {**words, DRY_RUN: "true"})
+    answer = await asking.ask(action.name, {**arguments, DRY_RUN: "true"})
     shown = answer.data if isinstance(answer.data, dict) and DRY_RUN in answer.data else None
     changed = differences(shown["before"], shown["after"]) if shown else []
     return {"answer": answer, "plan": shown, "differences": changed}
 
 
-async def carry_out(asking: Asking, action: Action, words: Mapping[str, str], shown: str) -> Answer:
+async def carry_out(asking: Asking, action: Action, arguments: Mapping[str, str], shown: str) -> Answer:
     """Make the change, unless its plan differs from the one that was `shown`."""
     has_details = action.parameter(DETAILS) is not None
-    return await asking.ask(action.name, {**words, IF_PLAN: shown, **({DETAILS: "true"} if has_details else {})})
+    return await asking.ask(action.name, {**arguments, IF_PLAN: shown, **({DETAILS: "true"} if has_details else {})})
 
 
 FILTERS_OF_MESSAGES = ("subject", "id", "tag", "property", "brokerGroup", "sequence")
@@ -187,7 +187,7 @@ DUMP_BYTES, ALONE_DUMP_BYTES = 64, 1_024
 """Bytes of a binary body in a list, and of a message that is chosen by its id."""
 
 Query = Mapping[str, str]
-"""Query string of the page; missing words are empty."""
+"""Query string of the page; missing values are empty."""
 Ask = Callable[[Asking, Query], Awaitable[dict[str, Any]]]
 
 ROWS = 100
@@ -232,14 +232,14 @@ async def overview(asking: Asking, query: Query) -> dict[str, Any]:
 
 
 async def _group(asking: Asking, query: Query) -> dict[str, Any]:
-    words = {"brokerGroup": query["name"]}
+    arguments = {"brokerGroup": query["name"]}
     groups, status, readonly, rates = await asyncio.gather(
-        asking.ask("ListBrokerGroups", words),
-        asking.ask("ReplicaStatus", words),
-        asking.ask("ListReadonly", words),
+        asking.ask("ListBrokerGroups", arguments),
+        asking.ask("ReplicaStatus", arguments),
+        asking.ask("ListReadonly", arguments),
         group_rates(asking, query["name"]),
     )
-    group = next((row for row in groups.data or () if row["groupName"] == words["brokerGroup"]), None)
+    group = next((row for row in groups.data or () if row["groupName"] == arguments["brokerGroup"]), None)
     found = {"group": group, "groups": groups, "status": status, "readonly": readonly, **rates}
     survey = asking.surveyor.see() if asking.surveyor and asking.caller else None
     parts = [row for row in survey.processes if row.group == query["name"]] if survey and group else []
@@ -252,8 +252,8 @@ async def _doctor(asking: Asking, query: Query) -> dict[str, Any]:
 
 
 async def _subjects(asking: Asking, query: Query) -> dict[str, Any]:
-    words = {"prefix": query["prefix"], "after": query["after"], "brokerGroup": query["group"], "limit": ROWS + 1}
-    routes = await asking.ask("ListSubjectRoutes", words)
+    arguments = {"prefix": query["prefix"], "after": query["after"], "brokerGroup": query["group"], "limit": ROWS + 1}
+    routes = await asking.ask("ListSubjectRoutes", arguments)
     return {"routes": routes, "rows": (routes.data or [])[:ROWS], "more": len(routes.data or ()) > ROWS}
 
 
@@ -268,10 +268,10 @@ async def _consumers(asking: Asking, query: Query) -> dict[str, Any]:
 
 
 async def _subject(asking: Asking, subject: str, group: str) -> dict[str, Any]:
-    words = {"subject": subject, "group": group}
+    arguments = {"subject": subject, "group": group}
     lag, consumers, limits, route, clients = await asyncio.gather(
-        asking.ask("Lag", words),
-        asking.ask("Consumers", words),
+        asking.ask("Lag", arguments),
+        asking.ask("Consumers", arguments),
         asking.ask("ListLimits", {"subject": subject}),
         asking.ask("QuerySubjectRoute", {"subject": subject}),
         asking.ask_for(CLIENTS_S, "Clients", {"subject": subject, "limit": ROWS}),
@@ -323,9 +323,9 @@ def _lag_chart(asking: Asking, subject: str, groups: Iterable[str]) -> dict[str,
 
 
 async def _trail(asking: Asking, query: Query) -> dict[str, Any]:
-    words = {name: query[name] for name in ("who", "name", "brokerGroup", "subject", "before", "request")}
+    arguments = {name: query[name] for name in ("who", "name", "brokerGroup", "subject", "before", "request")}
     since, until, wrong = _times(query)
-    return {"trail": await asking.ask("AuditTrail", {**words, "since": since, "until": until}), "wrong": wrong}
+    return {"trail": await asking.ask("AuditTrail", {**arguments, "since": since, "until": until}), "wrong": wrong}
 
 
 async def _audit(asking: Asking, query: Query) -> dict[str, Any]:
@@ -352,21 +352,21 @@ async def _messages(asking: Asking, query: Query) -> dict[str, Any]:
     since, until, wrong = _times(query)
     if not query["subject"]:
         return {"found": None, "wrong": wrong, "shown": []}
-    words: dict[str, Any] = {name: query[name] for name in FILTERS_OF_MESSAGES}
-    words |= {"deadLettersOf": query["dead"], "since": since, "until": until}
-    words["limit"] = TAIL if query["live"] else ROWS
-    words["bodyBytes"] = most = ALONE_CHARS_MAX if query["id"] else CONTENT_CHARS_MAX
-    found = await asking.ask("Browse", words)
+    arguments: dict[str, Any] = {name: query[name] for name in FILTERS_OF_MESSAGES}
+    arguments |= {"deadLettersOf": query["dead"], "since": since, "until": until}
+    arguments["limit"] = TAIL if query["live"] else ROWS
+    arguments["bodyBytes"] = most = ALONE_CHARS_MAX if query["id"] else CONTENT_CHARS_MAX
+    found = await asking.ask("Browse", arguments)
     return {"found": found, "wrong": wrong, "shown": shown_messages(found, most, is_dead=bool(query["dead"]))}
 
 
 async def tail(asking: Asking, query: Query) -> dict[str, Any]:
     """Return the newest messages. With a filter only those of the last seconds: a search through all takes long."""
-    words: dict[str, Any] = {name: query[name] for name in FILTERS_OF_MESSAGES}
-    words |= {"limit": TAIL, "bodyBytes": CONTENT_CHARS_MAX}
+    arguments: dict[str, Any] = {name: query[name] for name in FILTERS_OF_MESSAGES}
+    arguments |= {"limit": TAIL, "bodyBytes": CONTENT_CHARS_MAX}
     if any(query[name] for name in ("id", "tag", "property")):
-        words["since"] = wall_ms() - TAIL_MS
-    found = await asking.ask("Browse", words)
+        arguments["since"] = wall_ms() - TAIL_MS
+    found = await asking.ask("Browse", arguments)
     return {"found": found, "shown": shown_messages(found, CONTENT_CHARS_MAX, is_dead=False)}
 
 
@@ -390,10 +390,10 @@ def shown_messages(found: Answer, chars_max: int, *, is_dead: bool) -> list[dict
 
 async def _delayed(asking: Asking, query: Query) -> dict[str, Any]:
     since, until, wrong = _times(query)
-    words = {"subject": query["subject"], "since": since, "until": until}
+    arguments = {"subject": query["subject"], "since": since, "until": until}
     stats, listed, schedules = await asyncio.gather(
         asking.ask("DelayStats", {"subject": query["subject"]}),
-        asking.ask("ListDelayed", words),
+        asking.ask("ListDelayed", arguments),
         asking.ask("ListSchedules", {"subject": query["subject"], "owner": query["owner"], "limit": ROWS}),
     )
     drawn = bars_of(stats.data["hours"] if stats.done else (), wall_ms())
@@ -402,10 +402,10 @@ async def _delayed(asking: Asking, query: Query) -> dict[str, Any]:
 
 async def _outbox(asking: Asking, query: Query) -> dict[str, Any]:
     """Return the outboxes registered at the metaserver, and their rows as reported by the watchdogs."""
-    words = {"room": query["room"], "database": query["database"], "limit": ROWS}
+    arguments = {"room": query["room"], "database": query["database"], "limit": ROWS}
     seconds = STUCK_S if query["database"] else OUTBOX_S
     databases, watchdogs, stuck = await asyncio.gather(
-        asking.ask("ListDbs"), asking.ask("ListWatchdogs"), asking.ask_for(seconds, "OutboxStuck", words)
+        asking.ask("ListDbs"), asking.ask("ListWatchdogs"), asking.ask_for(seconds, "OutboxStuck", arguments)
     )
     shown = list(_of_rows((stuck.data or {}).get("databases", ()), ROWS))
     return {"databases": databases, "watchdogs": watchdogs, "stuck": stuck, "stuck_shown": shown}

@@ -309,8 +309,8 @@ class Console:
             return self._page(
                 visit, "refused.html", 404, title="Refused", why="the console does not offer this change; use the tools"
             )
-        words = pages.words_of(action, visit.query)
-        return self._page(visit, "change.html", title=action.name, action=action, words=words, step="form")
+        arguments = pages.arguments_of(action, visit.query)
+        return self._page(visit, "change.html", title=action.name, action=action, arguments=arguments, step="form")
 
     async def _change(self, visit: Visit) -> Response:
         if visit.caller is None:
@@ -322,23 +322,27 @@ class Console:
             return self._page(
                 visit, "refused.html", 404, title="Refused", why="the console does not offer this change; use the tools"
             )
-        asking, words = (
+        asking, arguments = (
             Asking(self._actions, visit.caller, self._looks, open_lists=False),
-            pages.words_of(action, visit.form),
+            pages.arguments_of(action, visit.form),
         )
         if not visit.caller.may(action.role):
             why = f"token {visit.caller.name} has the role {visit.caller.role}; this needs {action.role}"
             return self._page(visit, "refused.html", 403, title="Refused", why=why)
         if visit.form["step"] == "confirm":
-            answer = await pages.carry_out(asking, action, words, visit.form["plan"])
-            return self._page(visit, "changed.html", title=action.name, action=action, words=words, answer=answer)
-        planned = await pages.plan(asking, action, words)
-        return self._page(visit, "change.html", title=action.name, action=action, words=words, step="plan", **planned)
+            answer = await pages.carry_out(asking, action, arguments, visit.form["plan"])
+            return self._page(
+                visit, "changed.html", title=action.name, action=action, arguments=arguments, answer=answer
+            )
+        planned = await pages.plan(asking, action, arguments)
+        return self._page(
+            visit, "change.html", title=action.name, action=action, arguments=arguments, step="plan", **planned
+        )
 
     def _to_login_and_back(self, visit: Visit) -> Response:
         """Show the form again after a new login: the session ended while it was filled in."""
         action = offers.offered(visit.form["action"])
-        form = _link("/change", action=action.name, **pages.words_of(action, visit.form)) if action else ROOT
+        form = _link("/change", action=action.name, **pages.arguments_of(action, visit.form)) if action else ROOT
         return _go(_link("/login", next=form)) if len(form) <= FORM_CHARS_MAX else _go(f"{ROOT}/login")
 
     def _refuse_form(self, visit: Visit) -> Response:
@@ -375,9 +379,9 @@ def _may(caller: Caller | None, name: str) -> bool:
     return caller is not None and action is not None and caller.may(action.role)
 
 
-def _link(path: str, **words: Any) -> str:
-    """Return an address within the console; empty words are left out."""
-    text = urlencode({name: value for name, value in words.items() if value not in ("", None)})
+def _link(path: str, **arguments: Any) -> str:
+    """Return an address within the console; empty arguments are left out."""
+    text = urlencode({name: value for name, value in arguments.items() if value not in ("", None)})
     return f"{ROOT}{path}?{text}" if text else f"{ROOT}{path}"
 
 

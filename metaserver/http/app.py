@@ -22,7 +22,7 @@ from qmq.metaserver.actions import ACTIONS, Action, Answer, Status
 from qmq.metaserver.http import endpoints, models
 from qmq.metaserver.http.endpoints import JSON, STOPS, TEXT, ActionsPort, describe, make_route, run_within
 from qmq.metaserver.http.guard import Endpoint, Guard, Limits, Refused, caller_of, needs, open_to_all
-from qmq.metaserver.http.models import Done, HttpError, body_model, query_model, to_json, words_of
+from qmq.metaserver.http.models import Done, HttpError, arguments_of, body_model, query_model, to_json
 from qmq.metaserver.observability.metrics import Metrics
 from qmq.metaserver.routes.hub import RouteHubs, TooManyWatches
 from qmq.metaserver.rpc.access import Refusals
@@ -174,7 +174,7 @@ def _action_route(method: str, action: Action, endpoint: Endpoint, *, operation_
 def _endpoint(actions: ActionsPort, action: Action, model: type[BaseModel], source: Any) -> Endpoint:
     @needs(action.role)
     async def run(request: Request, given: BaseModel = source) -> Response:
-        return _respond(await run_within(actions, action, words_of(given), caller_of(request)))
+        return _respond(await run_within(actions, action, arguments_of(given), caller_of(request)))
 
     run.__annotations__["given"] = model
     return run

@@ -22,8 +22,8 @@ from qmq.commands.action import DETAILS, Style
 from qmq.commands.catalog import ACTIONS
 from qmq.errors import AccessError
 from qmq.metaserver.actions import Action, Answer, Status
+from qmq.metaserver.actions.arguments import unknown_word
 from qmq.metaserver.actions.shapes import as_qmq
-from qmq.metaserver.actions.words import unknown_word
 from qmq.metaserver.http import models
 from qmq.metaserver.http.guard import TOKEN_HEADER, is_open, refuses_itself
 from qmq.metaserver.http.models import Error
@@ -41,15 +41,15 @@ _running: set[asyncio.Task[Answer]] = set()
 class ActionsPort(Protocol):
     """`metaserver.actions.Actions`."""
 
-    async def run(self, name: str, words: Mapping[str, str], caller: Caller) -> Answer: ...
+    async def run(self, name: str, arguments: Mapping[str, str], caller: Caller) -> Answer: ...
 
 
-async def run_within(actions: ActionsPort, action: Action, words: Mapping[str, str], caller: Caller) -> Answer:
+async def run_within(actions: ActionsPort, action: Action, arguments: Mapping[str, str], caller: Caller) -> Answer:
     """Run an action within its time limit. Exceptions that are bugs pass through."""
-    task = asyncio.create_task(actions.run(action.name, words, caller))
+    task = asyncio.create_task(actions.run(action.name, arguments, caller))
     _running.add(task)
     task.add_done_callback(_running.discard)
-    limit_ms = action.wait_ms + _asked_wait_ms(words) + GRACE_MS
+    limit_ms = action.wait_ms + _asked_wait_ms(arguments) + GRACE_MS
     try:
         await asyncio.wait([task], timeout=limit_ms / 1000)
     finally:
@@ -68,8 +68,8 @@ def _report_late_error(task: asyncio.Task[Answer]) -> None:
         log.error("action failed after its caller left: %r", error)
 
 
-def _asked_wait_ms(words: Mapping[str, str]) -> int:
-    text = str(words.get("waitMs", ""))
+def _asked_wait_ms(arguments: Mapping[str, str]) -> int:
+    text = str(arguments.get("waitMs", ""))
     return min(int(text), 600_000) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 
@@ -210,9 +210,9 @@ def management_route(actions: ActionsPort, *, open_lists: bool) -> APIRoute:
 
     @refuses_itself
     async def manage(request: Request) -> Response:
-        words = await _read_words(request)
+        arguments = await _read_arguments(request)
         caller: Caller | None = request.scope["qmq.caller"]
-        name = words.get("action", "")
+        name = arguments.get("action", "")
         action = ACTIONS.get(name)
         has_token = bool(request.headers.get(TOKEN_HEADER) or request.headers.get("authorization"))
         if open_lists and not has_token and action is not None and not action.needs_token:
@@ -224,8 +224,8 @@ def management_route(actions: ActionsPort, *, open_lists: bool) -> APIRoute:
         try:
             caller.require_role(action.role)
         except AccessError as error:
-            return _respond(render(action, Answer(Status.REFUSED, str(error), code=type(error).__name__), words))
-        return _respond(render(action, await run_within(actions, action, words, caller), words))
+            return _respond(render(action, Answer(Status.REFUSED, str(error), code=type(error).__name__), arguments))
+        return _respond(render(action, await run_within(actions, action, arguments, caller), arguments))
 
     summary = (
         "operators' actions in QMQ's protocol: `action` and its parameters in a form or the address; status 200 always"
@@ -235,7 +235,7 @@ def management_route(actions: ActionsPort, *, open_lists: bool) -> APIRoute:
     )
 
 
-async def _read_words(request: Request) -> Mapping[str, str]:
+async def _read_arguments(request: Request) -> Mapping[str, str]:
     """Return the parameters of the query string and the form body; the body takes precedence, as with QMQ's tools."""
     body = await request.body()
     form = _parse(body) if len(body) < LONG_BYTES else await asyncio.to_thread(_parse, body)

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from qmq.metaserver.actions import Action, Kind, Parameter
-from qmq.metaserver.actions.words import NUMBER_DIGITS_MAX, unknown_word
+from qmq.metaserver.actions.arguments import NUMBER_DIGITS_MAX, unknown_word
 
 INVALID, UNAUTHORIZED, MISSING_RIGHT = "INVALID_REQUEST", "UNAUTHORIZED", "MISSING_RIGHT"
 NOT_FOUND, METHOD, REFUSED, TOO_LARGE = "NOT_FOUND", "METHOD_NOT_ALLOWED", "REFUSED", "TOO_LARGE"
@@ -122,8 +122,8 @@ def query_model(action: Action) -> type[BaseModel]:
     return _model(action, f"{action.name}Query", is_text=True)
 
 
-def words_of(given: BaseModel) -> dict[str, str]:
-    """Return the given values as words for the action."""
+def arguments_of(given: BaseModel) -> dict[str, str]:
+    """Return the given values as arguments of the action."""
     return {name: _as_text(value) for name, value in given.model_dump(exclude_unset=True).items()}
 
 

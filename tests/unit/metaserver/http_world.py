@@ -9,7 +9,7 @@ import httpx
 from qmq.errors import QmqError
 from qmq.metaserver.access import Access, new_token
 from qmq.metaserver.actions import ACTIONS, Answer, Status
-from qmq.metaserver.actions.words import read_words
+from qmq.metaserver.actions.arguments import read_arguments
 from qmq.metaserver.http.app import build_app
 from qmq.metaserver.http.guard import Limits
 from qmq.metaserver.observability.metrics import Metrics
@@ -30,7 +30,7 @@ class FakeActions:
 
     async def run(self, name, words, caller):
         try:
-            read_words(ACTIONS[name], words)
+            read_arguments(ACTIONS[name], words)
         except QmqError as error:
             return Answer(Status.REFUSED, str(error), code=type(error).__name__)
         self.ran.append((name, dict(words), caller))

@@ -10,9 +10,9 @@ from sqlalchemy.exc import OperationalError
 
 from qmq.errors import OutcomeUnknown, QmqError
 from qmq.metaserver.actions import ACTIONS, Status
+from qmq.metaserver.actions.arguments import read_arguments
 from qmq.metaserver.actions.desk import wall_ms
 from qmq.metaserver.actions.runner import HANDLERS
-from qmq.metaserver.actions.words import read_words
 from qmq.metaserver.routes.audience import Counts
 from qmq.metaserver.storage.changes import CommitUnknown
 from qmq.metaserver.storage.database import DatabaseAway
@@ -68,11 +68,13 @@ def test_every_action_has_its_handler():
 def test_wrong_words_are_refused(name, words, complaint):
     """Weakness 2: QMQ cuts or ignores wrong words, or answers with a stack trace."""
     with pytest.raises(QmqError, match=complaint):
-        read_words(ACTIONS[name], {key: str(value) for key, value in words.items()})
+        read_arguments(ACTIONS[name], {key: str(value) for key, value in words.items()})
 
 
 def test_words_have_defaults():
-    words = read_words(ACTIONS["MarkReadonlyBrokerGroup"], {"brokerGroup": "g1", "action": "ignored", "dryRun": "TRUE"})
+    words = read_arguments(
+        ACTIONS["MarkReadonlyBrokerGroup"], {"brokerGroup": "g1", "action": "ignored", "dryRun": "TRUE"}
+    )
     assert words["subject"] == "*" and not words.is_given("subject")
     assert words.flag("dryRun") and words.number("waitMs") == 0
 

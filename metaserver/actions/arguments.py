@@ -1,4 +1,4 @@
-"""Core. Parameters of a request, checked before the database is used."""
+"""Core. Arguments of a request, checked against the parameters of its action before the database is used."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from qmq.errors import InvalidRequest
 from qmq.metaserver.model import ALL_SUBJECTS
 from qmq.subjects import check_name
 
-ACTION_WORD = "action"
+ACTION_ARGUMENT = "action"
 NUMBER_DIGITS_MAX = 19
 
 
-class Words(Mapping[str, str]):
-    """Checked words of one request, with defaults for parameters that are not given."""
+class Arguments(Mapping[str, str]):
+    """Checked arguments of one request, with defaults for parameters that are not given."""
 
     def __init__(self, values: Mapping[str, str], given: frozenset[str]) -> None:
         self._values = values
@@ -46,13 +46,13 @@ class Words(Mapping[str, str]):
         return split_names(self._values[name])
 
 
-def read_words(action: Action, given: Mapping[str, str]) -> Words:
-    """Check the words of a request against the parameters of its action.
+def read_arguments(action: Action, given: Mapping[str, str]) -> Arguments:
+    """Check the arguments of a request against the parameters of its action.
 
     Raises:
-        InvalidRequest, InvalidName: names the word, its fault and the remedy.
+        InvalidRequest, InvalidName: names the argument, its fault and the remedy.
     """
-    given = {name: text for name, text in given.items() if name != ACTION_WORD}
+    given = {name: text for name, text in given.items() if name != ACTION_ARGUMENT}
     for name in given:
         if action.parameter(name) is None:
             raise InvalidRequest(unknown_word(f"parameter of {action.name}", name, _names(action)))
@@ -62,7 +62,7 @@ def read_words(action: Action, given: Mapping[str, str]) -> Words:
         if not text and parameter.required:
             raise InvalidRequest(f"{parameter.name} is empty; it is {parameter.description}")
         values[parameter.name] = _check(parameter, text) if text else ""
-    return Words(values, frozenset(name for name, text in given.items() if text))
+    return Arguments(values, frozenset(name for name, text in given.items() if text))
 
 
 def unknown_word(noun: str, word: str, known: Iterable[str]) -> str:
@@ -78,13 +78,13 @@ def split_names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def recorded(action: Action, words: Words) -> dict[str, Any]:
-    """Return the parameters for the audit trail: as given, without secrets and whole documents."""
+def recorded(action: Action, arguments: Arguments) -> dict[str, Any]:
+    """Return the arguments for the audit trail: as given, without secrets and whole documents."""
     shown = {}
     for parameter in action.all_parameters:
-        if words.is_given(parameter.name) and parameter.name != IF_PLAN:
+        if arguments.is_given(parameter.name) and parameter.name != IF_PLAN:
             hidden = parameter.secret or parameter.kind is Kind.JSON
-            shown[parameter.name] = "(not recorded)" if hidden else words[parameter.name]
+            shown[parameter.name] = "(not recorded)" if hidden else arguments[parameter.name]
     return shown
 
 
