@@ -138,7 +138,7 @@ def reachable(addresses: Sequence[Address]) -> Address:
     return addresses[0]
 
 
-def post(address: Address, token: str, words: Mapping[str, str], *, timeout_s: float) -> Answer:
+def post(address: Address, token: str, arguments: Mapping[str, str], *, timeout_s: float) -> Answer:
     """Post to /management.
 
     Raises:
@@ -146,7 +146,7 @@ def post(address: Address, token: str, words: Mapping[str, str], *, timeout_s: f
     """
     connection = _connect(address)
     try:
-        status, reason, body = _exchange(connection, address, token, words, timeout_s)
+        status, reason, body = _exchange(connection, address, token, arguments, timeout_s)
     finally:
         connection.close()
     answer = read_answer(status, _json(body))
@@ -167,14 +167,14 @@ def _connect(address: Address) -> http.client.HTTPConnection:
 
 
 def _exchange(
-    connection: http.client.HTTPConnection, address: Address, token: str, words: Mapping[str, str], timeout_s: float
+    connection: http.client.HTTPConnection, address: Address, token: str, arguments: Mapping[str, str], timeout_s: float
 ) -> tuple[int, str, bytes]:
     headers = {"X-Api-Token": token, "Content-Type": "application/x-www-form-urlencoded"}
     deadline = time.monotonic() + timeout_s
     sock = connection.sock
     try:
         sock.settimeout(timeout_s)
-        connection.request("POST", "/management", urlencode(words), headers)
+        connection.request("POST", "/management", urlencode(arguments), headers)
         response = connection.getresponse()
         return response.status, response.reason, _read(response, sock, deadline)
     except (OSError, http.client.HTTPException) as error:

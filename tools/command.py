@@ -47,8 +47,8 @@ class Kind(Enum):
     """A moment, or `latest` or `earliest`."""
 
 
-Words = Mapping[str, str]
-"""Parameters of an action, by name."""
+Arguments = Mapping[str, str]
+"""Arguments of an action, by name of the parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Option:
     """Value of an option that is typed without one."""
     local: bool = False
     """Used by the tool itself and not sent."""
-    unless: Callable[[Words], bool] = lambda _: False
+    unless: Callable[[Arguments], bool] = lambda _: False
     """Whether other options make this secret unnecessary."""
 
     @property
@@ -106,23 +106,23 @@ class Command:
     """
     is_local: bool = False
     """Reads files of this machine only; needs neither metaserver nor token."""
-    fault_of: Callable[[Words], str] = lambda _: ""
+    fault_of: Callable[[Arguments], str] = lambda _: ""
     """Return the fault in the combination of options, or an empty text."""
 
     @property
     def action_name(self) -> str:
         return self.action or self.name
 
-    def words(self, values: Mapping[str, str]) -> dict[str, str]:
-        """Return the parameters to send; empty values take the metaserver's default."""
+    def arguments(self, values: Mapping[str, str]) -> dict[str, str]:
+        """Return the arguments to send; empty values take the metaserver's default."""
         sent = {option.parameter: values[option.name] for option in self.options if not option.local}
         sent = {name: value for name, value in sent.items() if value != ""}
         return {"action": self.action_name, **sent, **({"details": "true"} if self.has_details else {})}
 
-    def wait_s(self, words: Words) -> float:
+    def wait_s(self, arguments: Arguments) -> float:
         """Return how long to wait for the answer."""
         usual_s = CHANGE_TIMEOUT_S if self.changes else LIST_TIMEOUT_S
-        return (self.timeout_s or usual_s) + int(words.get(WAIT_PARAMETER, "0")) / 1000
+        return (self.timeout_s or usual_s) + int(arguments.get(WAIT_PARAMETER, "0")) / 1000
 
     def look_with(self, metaserver: object, values: Mapping[str, str], *, program: str = "tools.sh") -> str:
         """Return the command line that shows the outcome of a change."""
@@ -138,9 +138,9 @@ def of_action(
     typed: str = "",
     look: str = "",
     more: tuple[Option, ...] = (),
-    secret_unless: Callable[[Words], bool] = lambda _: False,
+    secret_unless: Callable[[Arguments], bool] = lambda _: False,
     keep: Callable[[Any], tuple[str, dict[str, Any]]] | None = None,
-    fault_of: Callable[[Words], str] = lambda _: "",
+    fault_of: Callable[[Arguments], str] = lambda _: "",
 ) -> Command:
     """Make the command of a metaserver's action from its entry in `qmq.commands`.
 
@@ -173,7 +173,7 @@ _TYPED_HELP = {Typed.MOMENT: " (2026-01-31T12:00:00Z; 90m: ago)", Typed.SECONDS:
 _ALONE = {Value.FLAG: "true", Typed.SECONDS: "60"}
 
 
-def _option(parameter: Parameter, secret_unless: Callable[[Words], bool]) -> Option:
+def _option(parameter: Parameter, secret_unless: Callable[[Arguments], bool]) -> Option:
     """Make the option of a parameter. Only defaults of names are sent, as QMQ's tools do; the help shows the others."""
     kind = Kind.SECRET if parameter.secret else _KINDS.get(parameter.kind, Kind.TEXT)
     default = parameter.default if parameter.kind in (Value.NAME, Value.PATTERN) else ""

@@ -87,10 +87,10 @@ class Unanswered(Exception):
         self.exit = exit_status
 
 
-def ask_watchdog(session: Session, path: str, **words: str) -> Any:
+def ask_watchdog(session: Session, path: str, **arguments: str) -> Any:
     """Return the watchdog's answer, parsed from JSON. Raises Unanswered."""
     address = session.values["watchdog"] or _active(session)
-    query = urlencode({name: value for name, value in words.items() if value})
+    query = urlencode({name: value for name, value in arguments.items() if value})
     request = urllib.request.Request(f"http://{address}{path}?{query}", headers={"X-Api-Token": session.token})
     try:
         with DIRECT.open(request, timeout=ANSWER_S) as answer:
@@ -125,9 +125,9 @@ def _problem(error: urllib.error.HTTPError) -> str:
 
 def look(session: Session, path: str, blocks: Callable[[Any], Iterable[Any]]) -> Exit:
     """Request the rows that the options select, and print them; `blocks` formats the answer."""
-    words = {name: session.values[name] for name in ("database", "older", "limit")}
+    arguments = {name: session.values[name] for name in ("database", "older", "limit")}
     try:
-        answer = ask_watchdog(session, path, **words)
+        answer = ask_watchdog(session, path, **arguments)
     except Unanswered as why:
         complain(str(why))
         return why.exit

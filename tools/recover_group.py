@@ -293,7 +293,7 @@ def _put_in_the_masters_place(kept: Copy, master: Copy, copies: Sequence[Copy], 
     stop = (f"stop {', '.join(copy.label for copy in stopped)}",) if stopped else ()
     steps = (*stop, f"ReplaceBroker puts {kept.label} in the master's place", *_all_start(copies, stopped))
     is_loss = bool(kept.troubles or lost or offsets or len(copies) > 2)
-    return Decision(steps, kept, "ReplaceBroker", _words(master, kept, copies), lost, offsets, is_loss)
+    return Decision(steps, kept, "ReplaceBroker", _arguments(master, kept, copies), lost, offsets, is_loss)
 
 
 def _choose_among(proof: Sequence[Copy], master: Copy, kept: Copy, copies: Sequence[Copy]) -> Decision:
@@ -309,10 +309,10 @@ def _choose_among(proof: Sequence[Copy], master: Copy, kept: Copy, copies: Seque
 def _begin_anew(master: Copy, copies: Sequence[Copy], known: int) -> Decision:
     end = max(known, *(copy.end or 0 for copy in copies))
     steps = (f"the group starts again with an empty disk at {master.label}", *_all_start(copies))
-    return Decision(steps, None, "ReplaceBroker", _words(master, master, copies), (), (0, end), True)
+    return Decision(steps, None, "ReplaceBroker", _arguments(master, master, copies), (), (0, end), True)
 
 
-def _words(master: Copy, kept: Copy, copies: Sequence[Copy]) -> dict[str, str]:
+def _arguments(master: Copy, kept: Copy, copies: Sequence[Copy]) -> dict[str, str]:
     """Return the options of ReplaceBroker. Only in a group of two does the old master get the new one's place."""
     swap = {"swap": "true"} if kept is not master and len(copies) == 2 else {}
     return {

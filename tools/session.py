@@ -54,7 +54,7 @@ class Session:
     def open(cls, options: argparse.Namespace) -> Session:
         """Read the token, secrets and files. Raises NoInput, CannotAsk."""
         command: Command = options.command
-        if problem := command.fault_of(command.words(options.values)):
+        if problem := command.fault_of(command.arguments(options.values)):
             raise NoInput(problem)
         dry_run, yes = getattr(options, "dry_run", False), getattr(options, "yes", False)
         if command.changes and not dry_run and not yes and not is_interactive(sys.stdin):
@@ -74,29 +74,31 @@ class Session:
             module, _, function = self.command.runs.partition(":")
             exit_status: Exit = getattr(import_module(module), function)(self)
             return exit_status
-        words = self.command.words(self.values)
+        arguments = self.command.arguments(self.values)
         try:
             if self.command.name == "Doctor":
                 return self._examine()
-            if self.command.changes and (ended := self._plan(words)) is not None:
+            if self.command.changes and (ended := self._plan(arguments)) is not None:
                 return ended
         except CallFailed as error:
             return _fail(Exit.UNREACHABLE, f"{error}. Nothing was changed")
         path = self._path()
         with PrivateFile(path) if path not in ("", STANDARD_STREAM) else nullcontext() as kept:
-            return self._finish(words, kept)
+            return self._finish(arguments, kept)
 
-    def _plan(self, words: Mapping[str, str]) -> Exit | None:
+    def _plan(self, arguments: Mapping[str, str]) -> Exit | None:
         """Show the plan and confirm it; return the exit status if the command ends here, else None."""
         timeout_s = self.command.wait_s({})
-        answer = post(self.metaserver, self.token, {**words, "dryRun": "true"}, timeout_s=timeout_s)
+        answer = post(self.metaserver, self.token, {**arguments, "dryRun": "true"}, timeout_s=timeout_s)
         reason = answer.message if answer.exit is not Exit.DONE else refusal(answer.data)
         if self.as_json and (self.dry_run or reason):
             _print_json(answer.raw)
         if answer.exit is not Exit.DONE and not _is_plan(answer.data):
             return _fail(Exit.UNREACHABLE if answer.exit is Exit.UNKNOWN else answer.exit, reason)
         if not (self.as_json and self.dry_run):
-            show(show_plan(self.command, self._shown(words), answer.data), sys.stdout if self.dry_run else sys.stderr)
+            show(
+                show_plan(self.command, self._shown(arguments), answer.data), sys.stdout if self.dry_run else sys.stderr
+            )
         if reason:
             return _fail(Exit.REFUSED, reason)
         if self.dry_run:
@@ -105,11 +107,11 @@ class Session:
             return _fail(Exit.REFUSED, "not confirmed; nothing was changed")
         return None
 
-    def _finish(self, words: Mapping[str, str], kept: PrivateFile | None) -> Exit:
+    def _finish(self, arguments: Mapping[str, str], kept: PrivateFile | None) -> Exit:
         """Run the command and show the answer."""
         command = self.command
         try:
-            answer = post(self.metaserver, self.token, words, timeout_s=command.wait_s(words))
+            answer = post(self.metaserver, self.token, arguments, timeout_s=command.wait_s(arguments))
         except CallFailed as error:
             if command.changes and error.sent:
                 return self._unknown(str(error))
@@ -156,8 +158,8 @@ class Session:
 
     def _examine(self) -> Exit:
         def ask(action: str) -> Answer:
-            words = {"action": action, **({"details": "true"} if action == "ListBrokers" else {})}
-            return post(self.metaserver, self.token, words, timeout_s=self.command.wait_s({}))
+            arguments = {"action": action, **({"details": "true"} if action == "ListBrokers" else {})}
+            return post(self.metaserver, self.token, arguments, timeout_s=self.command.wait_s({}))
 
         findings = list(examine(self.metaserver, ask, self.token, transitions=bool(self.values["transitions"])))
         shown = [finding.json() for finding in findings]
@@ -171,10 +173,10 @@ class Session:
         """Return the file to write, or an empty text."""
         return next((self.values[option.name] for option in self.command.options if option.kind is Kind.PATH), "")
 
-    def _shown(self, words: Mapping[str, str]) -> dict[str, str]:
-        """Return the words with secrets hidden, for display."""
+    def _shown(self, arguments: Mapping[str, str]) -> dict[str, str]:
+        """Return the arguments with secrets hidden, for display."""
         secret = {option.parameter for option in self.command.options if option.kind is Kind.SECRET}
-        return {name: "…" if name in secret else value for name, value in words.items()}
+        return {name: "…" if name in secret else value for name, value in arguments.items()}
 
 
 def _values(command: Command, options: argparse.Namespace) -> dict[str, str]:
@@ -230,9 +232,9 @@ def refusal(preview: Any) -> str:
     return "; ".join(preview.get("reasons") or ()) if isinstance(preview, Mapping) else ""
 
 
-def show_plan(command: Command, words: Mapping[str, str], preview: Any) -> Iterable[Block]:
+def show_plan(command: Command, arguments: Mapping[str, str], preview: Any) -> Iterable[Block]:
     """Yield the changes of a plan and the subjects, groups and clients that they affect."""
-    given = " ".join(f"{name}={_short(value)}" for name, value in words.items() if name not in _NOT_SHOWN)
+    given = " ".join(f"{name}={_short(value)}" for name, value in arguments.items() if name not in _NOT_SHOWN)
     yield f"{command.name} {given}"
     if not isinstance(preview, Mapping):
         return

@@ -56,9 +56,9 @@ LATE_TIMES = 2
 
 
 def scrub_report(session: Session) -> Exit:
-    words = {"action": "ListBrokers", "details": "true"}
+    arguments = {"action": "ListBrokers", "details": "true"}
     try:
-        answer = post(session.metaserver, session.token, words, timeout_s=session.command.wait_s({}))
+        answer = post(session.metaserver, session.token, arguments, timeout_s=session.command.wait_s({}))
     except CallFailed as error:
         complain(str(error))
         return Exit.UNREACHABLE

@@ -103,8 +103,10 @@ _SOURCES = (
 )
 
 
-def _filter_fault(words: Mapping[str, str]) -> str:
-    return "" if {"id", "property", "tag", "since", "until"} & words.keys() else "no filter: --help lists the options"
+def _filter_fault(arguments: Mapping[str, str]) -> str:
+    return (
+        "" if {"id", "property", "tag", "since", "until"} & arguments.keys() else "no filter: --help lists the options"
+    )
 
 
 AUDIT = (

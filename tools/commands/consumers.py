@@ -106,13 +106,13 @@ def _moved(data: Any) -> Iterable[Block]:
     )
 
 
-def _position_fault(words: Mapping[str, str]) -> str:
-    if ("code" in words) == ("to" in words):
+def _position_fault(arguments: Mapping[str, str]) -> str:
+    if ("code" in arguments) == ("to" in arguments):
         return "name the new position once: --action=1|2, or --to=earliest|latest|sequence|time"
-    to, with_value = words.get("to"), words.get("to") in ("sequence", "time")
-    if with_value and "value" not in words:
+    to, with_value = arguments.get("to"), arguments.get("to") in ("sequence", "time")
+    if with_value and "value" not in arguments:
         return f"--to={to} needs --value"
-    if "value" in words and not with_value:
+    if "value" in arguments and not with_value:
         return f"{f'--to={to}' if to else '--action'} takes no --value"
     return ""
 

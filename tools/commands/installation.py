@@ -152,7 +152,7 @@ DATABASES = (
         "--host=db1 --port=3306 --username=qmq --password-file=db1.password",
         lambda _: [good("the database is registered")],
         look="ListDbs",
-        secret_unless=lambda words: words.get("type") == "sqlite" or bool(words.get("tlsCert")),
+        secret_unless=lambda arguments: arguments.get("type") == "sqlite" or bool(arguments.get("tlsCert")),
     ),
     of_action("RemoveDb", "--host=db1 --port=3306", lambda _: [good("the database is forgotten")], look="ListDbs"),
     of_action("ListDbs", "", listing(_dbs)),
@@ -303,9 +303,9 @@ _OLDER = Option("older", "seconds after which a waiting row counts as stuck", "6
 _WATCHDOG = Option("watchdog", "host:port of the active watchdog, if its own address is unreachable", default="")
 
 
-def _ids_fault(words: Mapping[str, str]) -> str:
-    ids = words.get("ids", "")
-    if ids and "database" not in words:
+def _ids_fault(arguments: Mapping[str, str]) -> str:
+    ids = arguments.get("ids", "")
+    if ids and "database" not in arguments:
         return "--ids belong to one database: name it with --database"
     if not all(word.isascii() and word.isdecimal() for word in ids.split(",") if word):
         return "--ids are whole numbers with commas between them"

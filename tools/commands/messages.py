@@ -26,12 +26,12 @@ _DEAD = Option("deadLetters", "show the dead letters of --group", "", Kind.FLAG,
 _DEAD_GROUP = Option("group", "consumer group of the dead letters", default="")
 
 
-def names_fault(words: Mapping[str, str]) -> str:
+def names_fault(arguments: Mapping[str, str]) -> str:
     """Return the fault in the names of subject and consumer group, or an empty text."""
     try:
-        check_subject(words["subject"])
-        if words.get("group"):
-            check_name("consumer group", words["group"])
+        check_subject(arguments["subject"])
+        if arguments.get("group"):
+            check_name("consumer group", arguments["group"])
     except InvalidName as error:
         return str(error)
     return ""
@@ -41,44 +41,44 @@ def _first_of(*problems: str) -> str:
     return next(filter(None, problems), "")
 
 
-def _browse_fault(words: Mapping[str, str]) -> str:
-    return _first_of(names_fault(words), *_dead_letter_faults(words), *_number_faults(words))
+def _browse_fault(arguments: Mapping[str, str]) -> str:
+    return _first_of(names_fault(arguments), *_dead_letter_faults(arguments), *_number_faults(arguments))
 
 
-def _dead_letter_faults(words: Mapping[str, str]) -> Iterator[str]:
-    if (words.get("deadLetters") == "true") != ("group" in words):
+def _dead_letter_faults(arguments: Mapping[str, str]) -> Iterator[str]:
+    if (arguments.get("deadLetters") == "true") != ("group" in arguments):
         yield "--deadLetters and --group go together: the dead letters of a consumer group"
 
 
-def _destination_faults(words: Mapping[str, str]) -> Iterator[str]:
-    if words.get("to"):
+def _destination_faults(arguments: Mapping[str, str]) -> Iterator[str]:
+    if arguments.get("to"):
         try:
-            check_name("subject", words["to"])
+            check_name("subject", arguments["to"])
         except InvalidName as error:
             yield str(error)
 
 
-def _number_faults(words: Mapping[str, str]) -> Iterator[str]:
+def _number_faults(arguments: Mapping[str, str]) -> Iterator[str]:
     for name in ("limit", "count", "rate"):
-        if name in words and int(words[name]) == 0:
+        if name in arguments and int(arguments[name]) == 0:
             yield f"--{name} is at least 1"
 
 
-def _produce_fault(words: Mapping[str, str]) -> str:
-    given = [name for name in ("property", "json-body", "body") if name in words]
-    if "file" in words and (given or words.get("count", "1") != "1"):
+def _produce_fault(arguments: Mapping[str, str]) -> str:
+    given = [name for name in ("property", "json-body", "body") if name in arguments]
+    if "file" in arguments and (given or arguments.get("count", "1") != "1"):
         return "--file excludes the other messages: its lines are sent"
-    if "file" not in words and not given:
+    if "file" not in arguments and not given:
         return "nothing to send: give --property, --json-body, --body or --file"
-    if "content-type" in words and "body" not in words:
+    if "content-type" in arguments and "body" not in arguments:
         return "--content-type needs --body: it describes the body"
-    return _first_of(names_fault(words), *_number_faults(words))
+    return _first_of(names_fault(arguments), *_number_faults(arguments))
 
 
-def _consume_fault(words: Mapping[str, str]) -> str:
-    if words.get("ack") == "true" and "group" not in words:
+def _consume_fault(arguments: Mapping[str, str]) -> str:
+    if arguments.get("ack") == "true" and "group" not in arguments:
         return "--ack needs --group: without one there is no consumer group to keep a position for"
-    return _first_of(names_fault(words), *_number_faults(words))
+    return _first_of(names_fault(arguments), *_number_faults(arguments))
 
 
 MESSAGES = (
@@ -185,7 +185,9 @@ MESSAGES = (
         runs="qmq.tools.messages.redrive:run",
         changes=True,
         look="Browse --subject={subject} --deadLetters --group={group}",
-        fault_of=lambda words: _first_of(names_fault(words), *_destination_faults(words), *_number_faults(words)),
+        fault_of=lambda arguments: _first_of(
+            names_fault(arguments), *_destination_faults(arguments), *_number_faults(arguments)
+        ),
     ),
 )
 

@@ -126,8 +126,8 @@ def _print(session: Session, **fields: Any) -> None:
         return
     place = f"{fields['brokerGroup']}/{fields['sequence']}" if "sequence" in fields else ""
     content = to_json(fields["properties"]) if "properties" in fields else ""
-    words = (fields["outcome"], fields.get("id"), place, content, body_facts(fields), fields.get("reason"))
-    print(printable("  ".join(filter(None, words))))
+    cells = (fields["outcome"], fields.get("id"), place, content, body_facts(fields), fields.get("reason"))
+    print(printable("  ".join(filter(None, cells))))
 
 
 def _exit(outcomes: set[qmq.Outcome]) -> Exit:

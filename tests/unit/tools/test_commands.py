@@ -109,7 +109,7 @@ def test_help_examples_parse(command):
     _, *typed = shlex.split(example(command))
     options = parse(typed, {}, now_ms=0)
     assert options.command is command
-    assert command.fault_of(command.words({name: value or "" for name, value in options.values.items()})) == ""
+    assert command.fault_of(command.arguments({name: value or "" for name, value in options.values.items()})) == ""
 
 
 @every_change

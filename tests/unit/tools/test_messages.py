@@ -41,12 +41,12 @@ def read(*typed):
 
 def problem(*typed):
     options = read(*typed)
-    return options.command.fault_of(options.command.words(options.values))
+    return options.command.fault_of(options.command.arguments(options.values))
 
 
 def messages(*typed, lines=()):
     options = read("Produce", "--subject=s", *typed)
-    assert options.command.fault_of(options.command.words(options.values)) == ""
+    assert options.command.fault_of(options.command.arguments(options.values)) == ""
     return list(typed_messages(options.values, lines))
 
 
@@ -192,7 +192,7 @@ def test_message_lines_have_no_control_characters():
 def test_body_is_typed_or_read_from_a_file(tmp_path, typed, body, content_type):
     (tmp_path / "file").write_bytes(b"\xff[1]")
     options = read("Produce", "--subject=s", *(word.replace("{file}", str(tmp_path / "file")) for word in typed))
-    assert options.command.fault_of(options.command.words(options.values)) == ""
+    assert options.command.fault_of(options.command.arguments(options.values)) == ""
     made = list(typed_messages(options.values, (), read_body(options.values["body"])))
     assert [(message.body, message.content_type) for message in made] == [(body, content_type)] * len(made)
 

@@ -112,14 +112,14 @@ def test_wait_is_in_seconds_default_a_minute():
 
 def test_omitted_options_are_not_sent():
     options = read("Clients", "--metaserver=m", "--app=shop")
-    assert options.command.words(options.values) == {"action": "Clients", "app": "shop"}
+    assert options.command.arguments(options.values) == {"action": "Clients", "app": "shop"}
 
 
 def test_reset_offset_action_is_sent_as_code():
     """Weakness 33: QMQ's ResetOffset never sent a request, even with --action=1."""
     options = read("ResetOffset", "--metaserver=m", "--subject=s", "--group=g", "--action=1")
     words = {"action": "ResetOffset", "subject": "s", "group": "g", "code": "1"}
-    assert options.command.words(options.values).items() >= words.items() and options.command.fault_of(words) == ""
+    assert options.command.arguments(options.values).items() >= words.items() and options.command.fault_of(words) == ""
 
 
 @pytest.mark.parametrize(
