@@ -140,7 +140,12 @@ def all_names(connection: Connection) -> frozenset[str]:
 
 
 def forget_group(connection: Connection, group: str, term: int) -> None:
-    """Store the row of a removed group, which holds only its term, for a group that the database lost."""
+    """Store the row of a removed group, which holds only its term, for a group that the database lost.
+
+    Raises StaleTerm: it has a row again.
+    """
+    if group in all_names(connection):
+        raise StaleTerm(group)
     now = now_ms()
     values = {"group_name": group, "kind": REMOVED, "term": term, "half_swapped": False, "create_time": now}
     connection.execute(insert(broker_group).values(**checked(broker_group, {**values, "update_time": now})))

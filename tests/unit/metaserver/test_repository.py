@@ -25,6 +25,7 @@ from qmq.metaserver.storage.changes import (
     AddSubject,
     AddToken,
     AlreadyThere,
+    ForgetGroup,
     NotThere,
     RemoveRoute,
     RevokeToken,
@@ -130,6 +131,13 @@ def test_broker_added_twice_is_in_one_group(repository):
     with pytest.raises(StaleTerm):
         repository.change([SetRoles(rules.add_broker(empty, replace(MASTER, group="g2")))])
     assert list(repository.load().groups) == ["g1"]
+
+
+def test_lost_group_is_forgotten_once(repository):
+    """Two operators adopt a database at once."""
+    repository.change([ForgetGroup("g1", 2)])
+    with pytest.raises(StaleTerm):
+        repository.change([ForgetGroup("g1", 2)])
 
 
 def test_completeness_is_stored_for_its_disk_and_term(copies):
