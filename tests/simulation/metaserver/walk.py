@@ -341,12 +341,13 @@ class Walk:
         if any(map(world.busy, self.operators)) or self.is_old(box.disk.group):
             return
         world.wait(0.6)
-        if not world.remembers(box.disk):
+        server = next((server for server in world.servers if server.process), None)
+        if server is None or not world.remembers(box.disk):
             return
         world.note(f"the disk of {box.name} is put back by {frames}, {forgets=}")
         world.stop_box(box, closes=True)
         box.disk.put_back(frames, forgets=forgets)
-        world.start_box(box, world.servers[0])
+        world.start_box(box, server)
         world.finish()
         world.report(box)  # or only the broker itself would refuse to begin
         world.deliver(box)
