@@ -95,7 +95,7 @@ def choose(
     Args:
         data_limit: deliver only frames that end at or before this offset; the high watermark while no slave is in sync.
         now_ms: `Mastership.retry_ms`, the clock of retries.
-        single: replaces `Choice.more` if each message needs a decision of its own (broker.filtered_scan).
+        single: replaces `Choice.deliver` if each message needs a decision of its own (broker.filtered_scan).
 
     The caller writes the choice to the log before it answers, and moves `subscription.resend` past it.
     """
@@ -104,14 +104,14 @@ def choose(
     consumer = group.consumers.get(subscription.consumer)
     choice = Choice(log, subscription, pull, data_limit)
     if consumer is not None and subscription.resend < consumer.next_pull:
-        choice.again(consumer)
+        choice.redeliver(consumer)
     is_full = consumer is not None and consumer.has_as_many_as(UNACKED_MESSAGES_MAX)
-    if choice.made.is_empty and not choice.is_over and not is_full:
+    if choice.chosen.is_empty and not choice.is_over and not is_full:
         if single is not None:
-            single(choice.cut, choice.made)
+            single(choice.budget, choice.chosen)
         else:
-            choice.more(group, now_ms)
-    return None if choice.made.is_empty else choice.made
+            choice.deliver(group, now_ms)
+    return None if choice.chosen.is_empty else choice.chosen
 
 
 class Choice:
@@ -120,20 +120,20 @@ class Choice:
     def __init__(self, log: MessageLog, subscription: Subscription, pull: Pull, data_limit: int) -> None:
         self._log = log
         self._subscription = subscription
-        self.cut = Budget(min(pull.messages_max, PULL_MESSAGES_MAX), min(pull.bytes_max, PULL_BYTES_MAX), data_limit)
-        self.made = Chosen()
+        self.budget = Budget(min(pull.messages_max, PULL_MESSAGES_MAX), min(pull.bytes_max, PULL_BYTES_MAX), data_limit)
+        self.chosen = Chosen()
 
     @property
     def is_over(self) -> bool:
         """Whether the choice has ended: the pull is full, or the next frame may not be delivered yet."""
-        return self.cut.is_stopped
+        return self.budget.is_stopped
 
-    def again(self, consumer: Consumer) -> None:
+    def redeliver(self, consumer: Consumer) -> None:
         """Redeliver the consumer's unacked messages, from the first pull sequence that this connection did not get."""
-        limit, made = self._subscription.deliveries_max, self.made
+        limit, chosen = self._subscription.deliveries_max, self.chosen
         for span in consumer.overlapping(self._subscription.resend, consumer.next_pull):
             if limit and span.deliveries > limit:
-                made.dead.append((span.pull, span.pull_end))
+                chosen.dead.append((span.pull, span.pull_end))
                 continue
             at, end, ahead = (
                 max(self._subscription.resend - span.pull, 0) + span.first,
@@ -143,30 +143,30 @@ class Choice:
             while at < end and not self.is_over:
                 part, at_next = self._next(at, end, at + ahead, span.attempts, span.suspected)
                 if part is None and at_next > at:
-                    made.gone.append((at + ahead, at_next + ahead))
-                    made.skipped += at_next - at
+                    chosen.gone.append((at + ahead, at_next + ahead))
+                    chosen.skipped += at_next - at
                 at = at_next
             if self.is_over:
                 return
 
-    def more(self, group: Group, now_ms: int) -> None:
+    def deliver(self, group: Group, now_ms: int) -> None:
         """Deliver the group's messages: requeued ones that are due, then new ones."""
         state, subscription, limit = self._log.state, self._subscription, self._subscription.deliveries_max
         pull_sequence = state.next_pull(group, subscription.consumer)
-        for span in group.requeued.due(now_ms, self.cut.messages):
+        for span in group.requeued.due(now_ms, self.budget.messages):
             if limit and span.deliveries >= limit:
-                self.made.entries.append((pull_sequence, span.first, span.count))
-                self.made.dead.append((pull_sequence, pull_sequence + span.count))
+                self.chosen.entries.append((pull_sequence, span.first, span.count))
+                self.chosen.dead.append((pull_sequence, pull_sequence + span.count))
                 pull_sequence += span.count
                 continue
-            pull_sequence = self._give(span.first, span.end, pull_sequence, span.attempts + 1, span.suspected)
+            pull_sequence = self._deliver_range(span.first, span.end, pull_sequence, span.attempts + 1, span.suspected)
             if self.is_over:
                 return
-        self._give(group.position, state.next_sequence.get(subscription.subject, 0), pull_sequence, 1)
+        self._deliver_range(group.position, state.next_sequence.get(subscription.subject, 0), pull_sequence, 1)
 
-    def _give(self, begin: int, end: int, pull_sequence: int, attempts: int, suspected: int = 0) -> int:
+    def _deliver_range(self, begin: int, end: int, pull_sequence: int, attempts: int, suspected: int = 0) -> int:
         """Deliver sequences `[begin, end)` within budget and limit; return the next pull sequence."""
-        entries, at = self.made.entries, begin
+        entries, at = self.chosen.entries, begin
         while at < end and not self.is_over:
             part, at_next = self._next(at, end, pull_sequence, attempts, suspected)
             if part is not None:
@@ -178,7 +178,7 @@ class Choice:
                 pull_sequence += at_next - at
             elif at_next > at:
                 entries.append((PASSED, at, at_next - at))
-                self.made.skipped += at_next - at
+                self.chosen.skipped += at_next - at
             at = at_next
         return pull_sequence
 
@@ -187,14 +187,14 @@ class Choice:
 
         The part is None if retention deleted the messages before the returned begin, or if nothing more fits.
         """
-        ref = self.cut.frame_at(self._log, self._subscription.subject, begin)
+        ref = self.budget.frame_at(self._log, self._subscription.subject, begin)
         if ref is None or ref.begin > begin:
             return None, min(ref.begin, end) if ref else end
-        last = begin + self.cut.allows(ref, min(end, ref.end) - begin)
+        last = begin + self.budget.allows(ref, min(end, ref.end) - begin)
         if last == begin:
             return None, begin
         part = Part(pull_sequence, begin, last, ref, attempts, suspected)
-        self.made.parts.append(part)
+        self.chosen.parts.append(part)
         return part, last
 
 

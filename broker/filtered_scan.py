@@ -75,8 +75,8 @@ class FilteredScan:
         label_cache: LabelCache,
         group_filter: GroupFilter,
         subscription: Subscription,
-        cut: Budget,
-        made: Chosen,
+        budget: Budget,
+        chosen: Chosen,
         *,
         now_ms: int,
         looks: int,
@@ -87,8 +87,8 @@ class FilteredScan:
         self._subscription = subscription
         self._subject = subscription.subject
         self._rule = subscription.rule
-        self._cut = cut
-        self._made = made
+        self._budget = budget
+        self._chosen = chosen
         self._now_ms = now_ms
         state = message_log.state
         self._group: Group = state.groups[subscription.subject, subscription.group]
@@ -111,7 +111,7 @@ class FilteredScan:
 
     @property
     def _is_over(self) -> bool:
-        return self._cut.is_stopped or self.looks <= 0 or self.wanted is not None
+        return self._budget.is_stopped or self.looks <= 0 or self.wanted is not None
 
     def go(self) -> None:
         """Decide until the pull is full or bytes are missing; `wanted` then holds the missing frames."""
@@ -121,7 +121,7 @@ class FilteredScan:
         self._group_filter.catch_up(self._group)
         self._returned()
         self._new()
-        self._made.entries += self._entries
+        self._chosen.entries += self._entries
 
     # Requeued messages.
 
@@ -146,7 +146,7 @@ class FilteredScan:
         limit, at, self._is_border = self._subscription.deliveries_max, begin, True
         if limit and span.deliveries >= limit and not self._is_over:
             self.looks -= LOOKS_PER_DEAD
-            self._made.dead.append((self._pull_sequence, self._pull_sequence + end - begin))
+            self._chosen.dead.append((self._pull_sequence, self._pull_sequence + end - begin))
             self._number(begin, end)
             return end
         while at < end and not self._is_over:
@@ -168,14 +168,14 @@ class FilteredScan:
         if group_filter.seen_rule == self._rule and group_filter.seen_end > at:
             self._pass(at, group_filter.seen_end)
             at = group_filter.seen_end
-        skipped = self._made.skipped
+        skipped = self._chosen.skipped
         while at < end and not self._is_over:
             at = self._over_gap(at, end)
             if at == end or (ref := self._frame(at)) is None:
                 break
             at = self._look(ref, at, min(end, ref.end), NEW)
         is_mere = len(self._entries) == 1 and not written and self._entries[0][0] == PASSED
-        if is_mere and self._made.skipped == skipped and self._may_wait(self._entries[0][2]):
+        if is_mere and self._chosen.skipped == skipped and self._may_wait(self._entries[0][2]):
             self._entries.clear()
             group_filter.seen_rule, group_filter.seen_end = self._rule, at
             group_filter.seen_ms = group_filter.seen_ms or self._now_ms
@@ -232,7 +232,7 @@ class FilteredScan:
             self.looks -= LOOKS_PER_BODY
             at, to = ENDS.unpack_from(view, 4 * place)
             if rule.matches(bytes(view[base + at : base + to])):
-                self._made.bodies[frame.offset] = body
+                self._chosen.bodies[frame.offset] = body
                 yield place
 
     def _choose(
@@ -251,7 +251,7 @@ class FilteredScan:
             key = labels[place] >> 32 if labels else 0
             if keys.is_busy(key):
                 if keys.deferred >= DEFERRED_MESSAGES_MAX:
-                    self._cut.is_stopped = True
+                    self._budget.is_stopped = True
                     return at
                 keys.defer(key, sequence)
                 self._enter(DEFERRED, sequence, 1)
@@ -294,31 +294,31 @@ class FilteredScan:
 
     def _frame(self, at: int) -> FrameRef | None:
         """Return the frame that holds `at`, or None if it may not be delivered yet."""
-        ref = self._cut.frame_at(self._log, self._subject, at)
+        ref = self._budget.frame_at(self._log, self._subject, at)
         assert ref is not None
-        if ref.offset + ref.length > self._cut.data_limit:
-            self._cut.is_stopped = True
+        if ref.offset + ref.length > self._budget.data_limit:
+            self._budget.is_stopped = True
             return None
         return ref
 
     def _over_gap(self, at: int, end: int) -> int:
         """Pass over messages that retention deleted; return the first one after them."""
-        ref = self._cut.frame_at(self._log, self._subject, at, min(end - at, FRAMES_AT_ONCE))
+        ref = self._budget.frame_at(self._log, self._subject, at, min(end - at, FRAMES_AT_ONCE))
         first = min(ref.begin, end) if ref else end
         if first > at:
             self._pass(at, first)
-            self._made.skipped += first - at
+            self._chosen.skipped += first - at
         return max(at, first)
 
     def _take_run(self, ref: FrameRef, begin: int, end: int, times: int) -> int:
         """Deliver as many of these messages as fit; return where they end."""
-        last = begin + self._cut.allows(ref, end - begin)
+        last = begin + self._budget.allows(ref, end - begin)
         if last > begin:
             self._part(ref, begin, last, times)
         return last
 
     def _part(self, ref: FrameRef, begin: int, end: int, times: int) -> None:
-        parts = self._made.parts
+        parts = self._chosen.parts
         last = parts[-1] if parts else None
         times = max(times, 0) + 1
         part = Part(self._pull_sequence, begin, end, ref, times, self._suspected)
@@ -413,13 +413,13 @@ class Filters:
         if consumer in self._log.state.groups[key].consumers:  # so a frame will record its departure
             self._rules.setdefault(key, {})[consumer] = subscription.rule
 
-    def choose(self, subscription: Subscription, now_ms: int, cut: Budget, made: Chosen) -> None:
-        """Add to `made` the messages of this subscription; the caller writes them at once."""
+    def choose(self, subscription: Subscription, now_ms: int, budget: Budget, chosen: Chosen) -> None:
+        """Add to `chosen` the messages of this subscription; the caller writes them at once."""
         key = subscription.key[:2]
         group_filter = self._filters.setdefault(key, GroupFilter(*key))
         if group_filter.is_reading or group_filter.rests(now_ms):
             return
-        if group_filter.is_idle(subscription.rule, self._log.end, cut.data_limit, now_ms):
+        if group_filter.is_idle(subscription.rule, self._log.end, budget.data_limit, now_ms):
             return
         group_filter.idle_at = None
         scan = FilteredScan(
@@ -427,8 +427,8 @@ class Filters:
             self._label_cache,
             group_filter,
             subscription,
-            cut,
-            made,
+            budget,
+            chosen,
             now_ms=now_ms,
             looks=self._passes.looks_left,
         )
@@ -444,7 +444,7 @@ class Filters:
         elif scan.looks <= 0:
             self.tired[subscription.subject] = None
         else:  # the pull frame of a scan that found messages moves the log end, so the group is not idle then
-            group_filter.idle_at = subscription.rule, self._log.end, cut.data_limit
+            group_filter.idle_at = subscription.rule, self._log.end, budget.data_limit
 
     def changing(self, kind: FrameKind, key: tuple[str, str, str], entries: list[Entry]) -> None:
         """Note the messages whose state is about to change by a progress frame."""
