@@ -99,23 +99,23 @@ class Bodies:
 
         `done` is called once, with all frames in any order, or with the first error.
         """
-        wanted = _MissingFrames(len(refs), done)
+        missing = _MissingFrames(len(refs), done)
         new = [ref for ref in refs if ref.offset not in self._waiting]
         for ref in refs:
-            self._waiting.setdefault(ref.offset, []).append(wanted)
+            self._waiting.setdefault(ref.offset, []).append(missing)
         if new:
             self._host.read(partial(self._log.stored.read_bodies, new), partial(self._were_read, new))
 
     def _were_read(self, refs: list[FrameRef], found: Found | LogError) -> None:
-        waiting = [self._waiting.pop(ref.offset) for ref in refs]
+        answers_of = [self._waiting.pop(ref.offset) for ref in refs]
         if isinstance(found, LogError):
-            for wanted in dict.fromkeys(frame for several in waiting for frame in several):
-                wanted.fail(found)
+            for answer in dict.fromkeys(answer for answers in answers_of for answer in answers):
+                answer.fail(found)
             return
-        for (frame, body), several in zip(found, waiting, strict=True):
+        for (frame, body), answers in zip(found, answers_of, strict=True):
             self._keep(frame, body)
-            for wanted in several:
-                wanted.take(frame, body)
+            for answer in answers:
+                answer.take(frame, body)
 
     def _keep(self, frame: Frame, body: Buffer) -> None:
         kept = self._kept

@@ -43,20 +43,20 @@ class BeginRequests:
     """Requests for the begin of new consumer groups. Made by main before the service; used on its loop."""
 
     def __init__(self) -> None:
-        self._asked: list[tuple[NewGroup, Answered]] = []
-        self._came = asyncio.Event()
+        self._requests: list[tuple[NewGroup, Answered]] = []
+        self._arrived = asyncio.Event()
 
     def ask(self, group: NewGroup, answered: Answered) -> None:
         """Queue a request; see `qmq.broker.positions.Ask`."""
-        self._asked.append((group, answered))
-        self._came.set()
+        self._requests.append((group, answered))
+        self._arrived.set()
 
     async def run(self, service: Service[BrokerMaster], meta_link: MetaLink, settings: BrokerSettings) -> None:
         while True:
-            await self._came.wait()
-            self._came.clear()
-            while self._asked:
-                some, self._asked = self._asked[:AT_ONCE], self._asked[AT_ONCE:]
+            await self._arrived.wait()
+            self._arrived.clear()
+            while self._requests:
+                some, self._requests = self._requests[:AT_ONCE], self._requests[AT_ONCE:]
                 token = token_text(settings.token)
                 answers = await _answers([group for group, _ in some], service.node.group, meta_link, token)
                 for (_, answered), answer in zip(some, answers, strict=True):

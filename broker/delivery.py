@@ -222,7 +222,7 @@ class Delivery:
         if dead:
             self._check_may_make_dead(subscription)
         if expired:
-            self._over_unhandled(subscription, expired)
+            self._settle_expired(subscription, expired)
         if later:
             mastership.append_progress(FrameKind.NACK, subscription.key, later)
             for _, _, due_ms in later:
@@ -238,7 +238,7 @@ class Delivery:
 
         self.serving.dead_letters.make_dead(subscription.key, dead, nack.reason, answer)
 
-    def _over_unhandled(self, subscription: Subscription, expired: list[tuple[int, int]]) -> None:
+    def _settle_expired(self, subscription: Subscription, expired: list[tuple[int, int]]) -> None:
         """Settle messages that a consumer found expired, unless they become dead letters."""
         self.pruning.note_expired(subscription.key[:2], sum(end - begin for begin, end in expired))
         if not self.pruning.expired_die(subscription.subject):

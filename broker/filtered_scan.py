@@ -104,7 +104,7 @@ class FilteredScan:
         """Requeued messages that were passed over and still hold their keys."""
         self._suspected = 0
         """Suspicions of the current range: see `RequeuedRange`."""
-        self._piece_end = 0
+        self._range_end = 0
         """End of the requeued range in progress."""
         self._looked_to = 0
         """Where the search of a frame ended early."""
@@ -119,13 +119,13 @@ class FilteredScan:
             self.wanted = MissingFrames(missing, None)
             return
         self._group_filter.catch_up(self._group)
-        self._returned()
-        self._new()
+        self._scan_requeued()
+        self._scan_new()
         self._chosen.entries += self._entries
 
     # Requeued messages.
 
-    def _returned(self) -> None:
+    def _scan_requeued(self) -> None:
         group_filter, done_end = self._group_filter, 0
         left: list[tuple[int, int]] = []
         while not self._is_over and (ready := group_filter.pop_ready(self._now_ms)) is not None:
@@ -133,16 +133,16 @@ class FilteredScan:
             for span in self._group.requeued.overlapping(begin, end):
                 if span.due_ms > self._now_ms:
                     group_filter.note(span.first, span.end, span.due_ms)
-                elif (reached := self._piece(span)) < span.end:
+                elif (reached := self._scan_range(span)) < span.end:
                     left.append((reached, span.end))
             done_end = max(done_end, end)
         for first, last in left:
             group_filter.note(first, last, 0)
 
-    def _piece(self, span: RequeuedRange) -> int:
+    def _scan_range(self, span: RequeuedRange) -> int:
         """Decide about the requeued messages of one range; return where the scan stopped."""
         begin, end, times, self._suspected = span.first, span.end, span.attempts, span.suspected
-        self._piece_end = end
+        self._range_end = end
         limit, at, self._is_border = self._subscription.deliveries_max, begin, True
         if limit and span.deliveries >= limit and not self._is_over:
             self.looks -= LOOKS_PER_DEAD
@@ -161,7 +161,7 @@ class FilteredScan:
 
     # New messages.
 
-    def _new(self) -> None:
+    def _scan_new(self) -> None:
         group, group_filter = self._group, self._group_filter
         written, self._is_border, self._suspected = len(self._entries), True, 0
         at, end = group.position, self._log.state.next_sequence.get(self._subject, 0)
@@ -174,8 +174,8 @@ class FilteredScan:
             if at == end or (ref := self._frame(at)) is None:
                 break
             at = self._look(ref, at, min(end, ref.end), NEW)
-        is_mere = len(self._entries) == 1 and not written and self._entries[0][0] == PASSED
-        if is_mere and self._chosen.skipped == skipped and self._may_wait(self._entries[0][2]):
+        is_only_passed = len(self._entries) == 1 and not written and self._entries[0][0] == PASSED
+        if is_only_passed and self._chosen.skipped == skipped and self._may_wait(self._entries[0][2]):
             self._entries.clear()
             group_filter.seen_rule, group_filter.seen_end = self._rule, at
             group_filter.seen_ms = group_filter.seen_ms or self._now_ms
@@ -278,7 +278,7 @@ class FilteredScan:
         if times == NEW:
             following = self._log.frames(self._subject, ref.end, READ_FRAMES - 1)
         else:
-            ranges = [(ref.end, self._piece_end), *self._group_filter.soon_ready(READ_FRAMES - 1)]
+            ranges = [(ref.end, self._range_end), *self._group_filter.soon_ready(READ_FRAMES - 1)]
             following = (frame for begin, end in ranges for frame in frames_of(self._log, self._subject, begin, end))
         refs, messages = {ref.offset: ref}, 0
         for span in following:
@@ -376,7 +376,7 @@ class Filters:
         """Rule of each consumer at its last delivery, by group, until it leaves."""
         self._warned: set[tuple[str, str]] = set()
         self._readings: list[Reading] = []
-        self.tired: dict[str, None] = {}
+        self.unfinished: dict[str, None] = {}
         """Subjects with more messages to scan in another pass."""
 
     def concerns(self, subscription: Subscription) -> bool:
@@ -386,7 +386,7 @@ class Filters:
     def is_looking(self, subscription: Subscription) -> bool:
         """Return whether the scan for a subscription is unfinished."""
         group_filter = self._filters.get(subscription.key[:2])
-        return group_filter is not None and (group_filter.is_reading or subscription.subject in self.tired)
+        return group_filter is not None and (group_filter.is_reading or subscription.subject in self.unfinished)
 
     def joined(self, subscription: Subscription) -> None:
         """Warn if consumers of one group ask for different tags: that is most likely a mistake."""
@@ -442,7 +442,7 @@ class Filters:
             group_filter.is_reading = True
             self._readings.append(Reading(*key, partial(read_labels_of, self._log, *scan.wanted)))
         elif scan.looks <= 0:
-            self.tired[subscription.subject] = None
+            self.unfinished[subscription.subject] = None
         else:  # the pull frame of a scan that found messages moves the log end, so the group is not idle then
             group_filter.idle_at = subscription.rule, self._log.end, budget.data_limit
 
@@ -491,7 +491,7 @@ class Filters:
             group_filter.is_reading = False
             group_filter.has_failed = isinstance(found, LogError)
         if not isinstance(found, LogError):
-            self._label_cache.took(found)
+            self._label_cache.add(found)
             if group_filter is not None and group_filter.keys is None:
                 group_filter.labels_before.update(found.labels)
 

@@ -163,7 +163,8 @@ class LabelCache:
         self._labels: _Recent[int, array[int]] = _Recent(LABEL_BYTES_MAX)
         self._bodies: _Recent[tuple[int, TagRule | None], Body] = _Recent(BODY_BYTES_MAX)
 
-    def took(self, read: LabelsRead) -> None:
+    def add(self, read: LabelsRead) -> None:
+        """Add the result of a reading."""
         self._labels.add({at: (found, 8 * len(found) + ENTRY_BYTES) for at, found in read.labels.items()})
         self._bodies.add({(at, read.rule): (found, len(found[1])) for at, found in read.bodies.items()})
 

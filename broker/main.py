@@ -40,14 +40,14 @@ def main() -> int:
 
 
 def _build(settings: BrokerSettings, message_log: MessageLog, disk: RealDisk, identity: IdentityFile) -> Tasks:
-    counters, retention, announcing = Counters(), Retention(settings), BeginRequests()
+    counters, retention, begin_requests = Counters(), Retention(settings), BeginRequests()
     service = Service(
         message_log=message_log,
         disk=disk,
         identity=identity,
         settings=settings,
         commands=CLIENT_COMMANDS,
-        promote=lambda promotion: BrokerMaster(promotion, settings, counters, announcing.ask),
+        promote=lambda promotion: BrokerMaster(promotion, settings, counters, begin_requests.ask),
         keeper=retention,
     )
     samples = Samples(lambda: (counters.produced_messages, counters.pulled_messages, counters.acked_messages))
@@ -55,7 +55,7 @@ def _build(settings: BrokerSettings, message_log: MessageLog, disk: RealDisk, id
     tasks = [
         service.run(),
         meta_link.run(),
-        announcing.run(service, meta_link, settings),
+        begin_requests.run(service, meta_link, settings),
         Control(service, settings, samples).serve(),
         keep_repairing(service, settings),
         Scrub(service, settings).run(),

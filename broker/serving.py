@@ -64,8 +64,7 @@ class ServiceQueue:
         return self._left > 0
 
     @property
-    def is_over(self) -> bool:
-        """Whether the queue is empty."""
+    def is_empty(self) -> bool:
         return not self._queue
 
     def add(self, entry: Entry) -> None:
@@ -215,20 +214,20 @@ class Serving:
 
     def run_pass(self) -> None:
         """Serve waiting pulls at the end of a pass of the loop, within its budget."""
-        queue, tired = self._queue, self.filters.tired
+        queue, unfinished = self._queue, self.filters.unfinished
         has_more_letters = queue.copies_left <= 0
         queue.begin()
         if has_more_letters:
             self.dead_letters.go_on()
-        woken, self._woken = self._woken | tired, {}
-        tired.clear()
+        woken, self._woken = self._woken | unfinished, {}
+        unfinished.clear()
         for subject in woken:
             for key in self._subscriptions.groups_waiting_on(subject):
                 queue.add(key)
         while (entry := queue.next()) is not None:
             if self._take_turn(entry):
                 queue.add(entry)
-        if not queue.is_over:
+        if not queue.is_empty:
             self._mastership.host.pass_soon()
 
     def _take_turn(self, entry: Entry) -> bool:
@@ -315,7 +314,7 @@ class Serving:
 
     def _read_on(self) -> None:
         """Start the readings that filtered pulls wait for."""
-        if self.filters.tired:
+        if self.filters.unfinished:
             self._mastership.host.pass_soon()
         for reading in self.filters.take_readings():
             self._mastership.host.read(reading.job, partial(self._was_read, reading))

@@ -351,9 +351,9 @@ class Subscriptions:
         key = (subject, group, consumer)
         self._seen.pop(key, None)
         if self.consumer(*key) is None:
-            self._forget_said(key)
+            self._forget_reports(key)
 
-    def _forget_said(self, key: tuple[str, str, str]) -> None:
+    def _forget_reports(self, key: tuple[str, str, str]) -> None:
         self._begun.pop(key, None)
         self._silent.discard(key)
 
@@ -373,7 +373,7 @@ class Subscriptions:
         A new master has no reports yet: it counts nothing and keeps suspecting.
         """
         begun, is_silent = self._begun.get(key, []), key in self._silent
-        self._forget_said(key)
+        self._forget_reports(key)
         if begun_none or is_silent:
             return [(Departure.NONE_BEGUN if begun_none else Departure.VANISHED, 0, 0)]
         subject, group, name = key

@@ -148,7 +148,7 @@ def cache(monkeypatch, *, label_bytes: int = 0, body_bytes: int = 0) -> LabelCac
 
 
 def took(made: LabelCache, *offsets: int) -> None:
-    made.took(LabelsRead(None, dict.fromkeys(offsets, TEN), {}))
+    made.add(LabelsRead(None, dict.fromkeys(offsets, TEN), {}))
 
 
 def kept(made: LabelCache) -> list[int]:
@@ -186,7 +186,7 @@ def test_bodies_are_cached_per_rule(monkeypatch):
     other, made = TagRule.of(CANCEL, is_all=False), cache(monkeypatch, body_bytes=100)
     body = SimpleNamespace(), bytes(50)
     for offset in range(3):
-        made.took(LabelsRead(RULE, {}, {offset: body}))
+        made.add(LabelsRead(RULE, {}, {offset: body}))
     refs = [FrameRef(0, 1, offset, 0) for offset in range(3)]
     assert [made.body(ref, RULE) for ref in refs] == [None, body, body]
     assert [made.body(ref, other) for ref in refs] == [None] * 3

@@ -56,7 +56,7 @@ def test_next_pass_continues_behind_the_last():
             served.append(entry[1])
             queue.spend(PASS_BYTES // 2)
             queue.add(entry)
-    assert served == ["a", "b", "c", "a"] and not queue.is_over
+    assert served == ["a", "b", "c", "a"] and not queue.is_empty
 
 
 def test_spent_pass_is_over_and_the_next_one_is_whole():
@@ -68,10 +68,10 @@ def test_spent_pass_is_over_and_the_next_one_is_whole():
     assert queue.has_time and queue.next() == ("s", "a")
     queue.spend(1)
     queue.looks_left = queue.copies_left = 0
-    assert not queue.has_time and queue.next() is None and not queue.is_over
+    assert not queue.has_time and queue.next() is None and not queue.is_empty
     queue.begin()
     assert (queue.looks_left, queue.copies_left) == before and queue.has_time
-    assert queue.next() == ("s", "b") and queue.is_over and queue.next() is None
+    assert queue.next() == ("s", "b") and queue.is_empty and queue.next() is None
 
 
 def test_unserved_pulls_go_to_the_next_pass(looks, monkeypatch):
