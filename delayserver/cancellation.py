@@ -165,7 +165,7 @@ class Cancellations:
             self._is_looking = False
             try:
                 if isinstance(result, LogError):
-                    _refuse(together, self._what_to_say(result, schedule))
+                    _refuse(together, self._error_for_callers(result, schedule))
                 else:
                     self.looked.extend(map(partial(_Looked, schedule, filed_end), together, result))
                     self.go_on()
@@ -174,13 +174,13 @@ class Cancellations:
 
         mastership.host.read(partial(look, message_log), done)
 
-    def _what_to_say(self, problem: QmqError, schedule: Schedule) -> QmqError:
+    def _error_for_callers(self, problem: QmqError, schedule: Schedule) -> QmqError:
         """Return the error for the callers; damage is reported for repair."""
         if isinstance(problem, CorruptFrame):
             self._mastership.found_damage(problem)
             return NotServed("this copy is damaged and being repaired; repeat in a moment")
         if isinstance(problem, DamagedSchedule):
-            self._filing.is_damaged(schedule, problem)
+            self._filing.rebuild_damaged(schedule, problem)
             return NotServed("the schedule is being rebuilt; repeat in a moment")
         return problem
 
@@ -211,7 +211,7 @@ class Cancellations:
             schedule = self._filing.schedule
             now = schedule.states_of(_records(found for request in some for found in request.found))
         except QmqError as error:
-            _refuse([request.asked for request in some], self._what_to_say(error, schedule))
+            _refuse([request.asked for request in some], self._error_for_callers(error, schedule))
             return
         self._decide(some, now)
 

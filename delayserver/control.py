@@ -97,7 +97,7 @@ class DelayControl(CopyControl[DelayMaster]):
 
     async def _messages(self, records: Records) -> list[bytes]:
         message_log, wanted = self._service.node.log, Messages.of(records)
-        return await asyncio.to_thread(_read_what_is_there, message_log, wanted)
+        return await asyncio.to_thread(_read_kept, message_log, wanted)
 
     async def CancelDelayed(self, request: pb.CancelDelayedRequest, context: Any) -> pb.CancelDelayedAnswer:
         """Cancel messages by id or key. DEADLINE_EXCEEDED: the outcome is unknown; repeat the call."""
@@ -147,7 +147,7 @@ def _settle(future: asyncio.Future[T], result: T | QmqError | LogError) -> None:
         future.set_result(result)
 
 
-def _read_what_is_there(message_log: MessageLog, wanted: Messages) -> list[bytes]:
+def _read_kept(message_log: MessageLog, wanted: Messages) -> list[bytes]:
     """Read messages; a message that was deleted since it was listed is empty. Blocks; runs on a thread."""
     try:
         return read_messages(message_log, wanted)

@@ -236,9 +236,9 @@ class Dispatcher:
         """Plan batches of a subject within its credit; return the number of messages."""
         planned = 0
         while queue.count and queue.looks_ms <= now_ms and self._shares.has_credit(subject):
-            records = self._plan_what_can_go(queue, now_ms)
+            records = self._plan_batch(queue, now_ms)
             if records is None:
-                self._cannot_go(subject, queue, now_ms)
+                self._pause(subject, queue, now_ms)
                 break
             planned += len(records)
             self._shares.spend(subject, 1 + bytes_of(records) + MESSAGE_COST * len(records))
@@ -249,20 +249,20 @@ class Dispatcher:
         self.leftovers.ran_low(subject, queue.count)
         return planned
 
-    def _cannot_go(self, subject: int, queue: PendingQueue, now_ms: int) -> None:
+    def _pause(self, subject: int, queue: PendingQueue, now_ms: int) -> None:
         """Pause a subject for which no group has room."""
         queue.looks_ms = now_ms + LOOK_MS + len(self._shares) // LOOKS_PER_MS
         if groups := self._senders.groups(queue.subject):
             for group in groups:
                 if not self.flights.has_room(group, queue.subject):
                     self._crowded.setdefault(group, {})[subject] = None
-        elif not queue.complained and not self._mastership.gate.too_few_in_sync:
-            queue.complained = True
+        elif not queue.has_warned and not self._mastership.gate.too_few_in_sync:
+            queue.has_warned = True
             log.warning("no broker group accepts subject=%s: %s", queue.subject, self._senders.why_not(queue.subject))
 
-    def _plan_what_can_go(self, queue: PendingQueue, now_ms: int) -> Records | None:
+    def _plan_batch(self, queue: PendingQueue, now_ms: int) -> Records | None:
         """Plan one batch; return its messages, maybe none, or None if no group accepts any of the queue now."""
-        queue.know(self._senders.sharers(queue.subject), partial(self._senders.home, queue.subject))
+        queue.refresh_homes(self._senders.sharers(queue.subject), partial(self._senders.home, queue.subject))
         free = self._any_group(queue, now_ms)
         homes = [home if self._takes_keys(queue, home) else None for home in queue.homes]
         if free is None and not any(homes):
@@ -272,7 +272,7 @@ class Dispatcher:
             if group is None:
                 continue
             chosen = queue.take(at, self._cut(group, piece.records, fits))
-            queue.complained = False
+            queue.has_warned = False
             if len(chosen := self._decisions.not_named(chosen)):  # others were cancelled or moved just now
                 self.flights.begin(queue.subject, group, chosen)
             return chosen

@@ -177,7 +177,7 @@ class Flights:
         """Return how many bytes a group takes now, besides planned and unsent ones."""
         return max(0, self._senders.room(group) - self._unsent_bytes_of.get(group, 0))
 
-    def _no_longer_unsent(self, batch: Flight) -> None:
+    def _release_room(self, batch: Flight) -> None:
         if batch.unsent_bytes:
             self._unsent_bytes_of[batch.group] -= batch.unsent_bytes
             batch.unsent_bytes = 0
@@ -289,7 +289,7 @@ class Flights:
         else:
             if batch.sent_ms is None:
                 batch.sent_ms = self._mastership.host.monotonic_ms()
-            self._no_longer_unsent(batch)
+            self._release_room(batch)
             batch.life.on(BatchEvent.SENT)
             self._senders.send(batch.group, batch.numbered, lambda answer: self._answered(batch, answer))
 
@@ -313,13 +313,13 @@ class Flights:
             self._settle(batch, Outcome.NOT_STORED, now_ms)
         else:
             why = str(answer.error) if isinstance(answer, NotStored) else answer.reason
-            self._is_unknown(batch, why)
+            self._repeat_or_give_up(batch, why)
 
     def _is_at_fault(self, batch: Flight, answer: NotStored) -> bool:
         """Return whether the batch has a single message, which would be refused in any batch."""
         return len(batch.records) == 1 and isinstance(answer.error, InvalidMessage)
 
-    def _is_unknown(self, batch: Flight, why: str) -> None:
+    def _repeat_or_give_up(self, batch: Flight, why: str) -> None:
         """Repeat the batch at its group; after a long time let its messages go elsewhere, at the risk of duplicates."""
         now_ms = self._mastership.host.monotonic_ms()
         self._counters.unknown_answers += 1
@@ -355,7 +355,7 @@ class Flights:
         del numbers[batch.number]
         self._in_flight_of[batch.group] -= len(batch.records)
         self._retry.pop(batch, None)
-        self._no_longer_unsent(batch)
+        self._release_room(batch)
         self._settled.append((batch.producer, batch.number, outcome))
         self._mastership.host.pass_soon()
         self._planner.settled(batch.subject, batch.group, outcome, now_ms)

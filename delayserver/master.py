@@ -322,7 +322,7 @@ class DelayMaster(Master):
 
         def listed(result: Records | LogError) -> None:
             if isinstance(result, DamagedSchedule):
-                self._filing.is_damaged(schedule, result)
+                self._filing.rebuild_damaged(schedule, result)
             done(result)
 
         self._mastership.host.read(schedule.list(begin_ms, end_ms, subject, most, after=after), listed)
@@ -339,7 +339,7 @@ class DelayMaster(Master):
 
         def listed(result: Records | LogError) -> None:
             if isinstance(result, DamagedSchedule):
-                self._filing.is_damaged(schedule, result)
+                self._filing.rebuild_damaged(schedule, result)
             done(result)
 
         self._mastership.host.read(job, listed)

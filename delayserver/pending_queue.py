@@ -85,7 +85,7 @@ class PendingQueue:
         "rests_until_ms",
         "looks_ms",
         "avoided",
-        "complained",
+        "has_warned",
         "_sharers",
         "_gone",
     )
@@ -103,7 +103,7 @@ class PendingQueue:
         """When it next searches for a group."""
         self.avoided: dict[str, int] = {}
         """Group -> until when it gets no new batch: one was given up there, and may be stored."""
-        self.complained = False
+        self.has_warned = False
         self._sharers: Sequence[str] = ()
         self._gone = set[int]()
         """Numbers of removed messages: left out when messages are taken."""
@@ -120,7 +120,7 @@ class PendingQueue:
 
     def put(self, records: Records, sharers: Sequence[str], home: Home) -> None:
         """Put messages into the queue; `sharers` are the groups that `home` chooses from."""
-        self.know(sharers, home)
+        self.refresh_homes(sharers, home)
         at = len(self.pieces)
         while at and self.pieces[at - 1].records["due"][0] > records["due"][0]:
             at -= 1  # these were not stored: others with the same order keys stay behind them
@@ -141,7 +141,7 @@ class PendingQueue:
             last = pieces.pop()
             pieces[-1] = pieces[-1].followed_by(last)
 
-    def know(self, sharers: Sequence[str], home: Home) -> None:
+    def refresh_homes(self, sharers: Sequence[str], home: Home) -> None:
         """Compute the homes again if other groups share the order keys now."""
         if sharers == self._sharers:
             return
@@ -337,7 +337,7 @@ class Leftovers:
         self._wanted: dict[int, None] = {}
         """Subjects with a queue that may have run low."""
         self._page: _Page | None = None
-        self._came = 0
+        self._arrived_messages = 0
         self._taken_ms = 0
 
     @property
@@ -364,7 +364,7 @@ class Leftovers:
 
     def arrived(self, subject: int, records: Records) -> Records:
         """Return those of the newly due messages that belong into the queue."""
-        self._came += len(records)
+        self._arrived_messages += len(records)
         left = self._of.get(subject)
         if left is None or not (stays := left.begin.behind(records)).any():
             return records
@@ -390,9 +390,9 @@ class Leftovers:
 
     def make_room(self, queues: Iterable[tuple[int, PendingQueue]]) -> None:
         """Cut the longest queues if they hold too much; checks only now and then."""
-        if self._came < max(1, self._most // 16):
+        if self._arrived_messages < max(1, self._most // 16):
             return
-        self._came, queues = 0, list(queues)
+        self._arrived_messages, queues = 0, list(queues)
         counts = np.array([queue.count for _, queue in queues])
         if counts.sum() <= self._most:
             return
@@ -432,7 +432,7 @@ class Leftovers:
             try:
                 return self._next_of(self._page, self._page.found)
             except DamagedSchedule as problem:
-                self._filing.is_damaged(self._page.schedule, problem)
+                self._filing.rebuild_damaged(self._page.schedule, problem)
         return no_records()
 
     def _read(self) -> None:
@@ -449,7 +449,7 @@ class Leftovers:
             if self._page is not page:
                 return
             if isinstance(result, DamagedSchedule):
-                self._filing.is_damaged(schedule, result)
+                self._filing.rebuild_damaged(schedule, result)
             elif isinstance(result, LogError):
                 raise result  # the disk failed
             else:
@@ -473,7 +473,7 @@ class Leftovers:
             end = Place(int(part["due"][-1]), int(part["number"][-1]) + 1)
             later = end.behind(more)
             page.meanwhile, more = [more[later]], more[~later]
-        back = self._that_pend(page, _by_place(join([part, more])) if len(more) else part)
+        back = self._pending_among(page, _by_place(join([part, more])) if len(more) else part)
         subjects, counts = np.unique(back["subject"], return_counts=True)
         came = dict(zip(subjects.tolist(), counts.tolist(), strict=True))
         for subject in page.subjects:
@@ -484,9 +484,9 @@ class Leftovers:
         self._host.pass_soon()
         return back
 
-    def _that_pend(self, page: _Page, records: Records) -> Records:
+    def _pending_among(self, page: _Page, records: Records) -> Records:
         fits = np.isin(records["subject"], list(page.subjects)) & (records["label"] != LABEL)
-        return self._decisions.not_named(page.schedule.that_pend(records[fits]))
+        return self._decisions.not_named(page.schedule.pending_among(records[fits]))
 
     def _moved(self, subject: int, end: Place | None, count: int) -> None:
         """Account for `count` returned messages, all before `end`; None: none are left."""

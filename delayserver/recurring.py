@@ -303,7 +303,7 @@ class Recurring:
     def _is_vain(self, schedule: Schedule, result: _Looked | LogError) -> bool:
         """Return whether the search must be repeated: the log or the schedule changed meanwhile."""
         if isinstance(result, DamagedSchedule):
-            self._filing.is_damaged(schedule, result)
+            self._filing.rebuild_damaged(schedule, result)
         elif isinstance(result, CorruptFrame):
             if result.offset < self._mastership.log.start:
                 return True  # carried, and its segment was deleted

@@ -131,7 +131,7 @@ class ScheduleFiler:
             return False
         return filed_end == log.start or log.chain_is(filed_end, self.schedule.filed_chain)
 
-    def is_damaged(self, schedule: Schedule, problem: DamagedSchedule) -> None:
+    def rebuild_damaged(self, schedule: Schedule, problem: DamagedSchedule) -> None:
         """Rebuild a schedule that a search found damaged, unless it was replaced, and its files deleted, meanwhile."""
         if schedule is self.schedule:
             self.rebuild(str(problem))
@@ -291,7 +291,7 @@ class Carrier:
             if schedule is not self._filing.schedule:
                 return
             if isinstance(result, DamagedSchedule):
-                self._filing.is_damaged(schedule, result)
+                self._filing.rebuild_damaged(schedule, result)
             elif not isinstance(result, LogError):
                 self._left = result
 
@@ -315,7 +315,7 @@ class Carrier:
                 try:
                     self._write(some, result)
                 except DamagedSchedule as problem:
-                    self._filing.is_damaged(schedule, problem)
+                    self._filing.rebuild_damaged(schedule, problem)
 
         self._mastership.host.read(lambda: read_messages(message_log, wanted), done)
 

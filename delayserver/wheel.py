@@ -344,7 +344,7 @@ class WheelLoader:
                 self._wheel.add(records)
                 self._loaded(records)
             except DamagedSchedule as problem:
-                self._filing.is_damaged(self._schedule, problem)
+                self._filing.rebuild_damaged(self._schedule, problem)
             self._host.pass_soon()
 
         self._host.read(piece.read, done)

@@ -323,7 +323,7 @@ class Schedule:
         views, _ = self._views(min(due for due, _ in begins.values()), end_ms, None)
         return PendingOf(views, dues, numbers, end_ms, most)
 
-    def that_pend(self, records: Records) -> Records:
+    def pending_among(self, records: Records) -> Records:
         """Return the pending ones of `records`, in their order if that is by due time; none of a deleted segment.
 
         Raises DamagedSchedule.

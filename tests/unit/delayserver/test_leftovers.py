@@ -164,7 +164,7 @@ class World:
         self.asked.append(begins)
         return lambda: self.found[:most]
 
-    def that_pend(self, records):
+    def pending_among(self, records):
         return records
 
     def not_named(self, records):
