@@ -135,12 +135,12 @@ def _repeat(engine: Engine, work: Callable[[Connection], T]) -> T:
             with engine.begin() as connection:
                 return work(connection)
         except DBAPIError as error:
-            if attempt == TRIES_MAX or not _was_in_the_way(error):
+            if attempt == TRIES_MAX or not _may_succeed_repeated(error):
                 raise
     raise AssertionError("the last try returns or raises")
 
 
-def _was_in_the_way(error: DBAPIError) -> bool:
+def _may_succeed_repeated(error: DBAPIError) -> bool:
     original = error.orig
     numbers = getattr(original, "args", ())[:1]
     return getattr(original, "sqlstate", None) in _REPEAT_SQLSTATES or not _REPEAT_NUMBERS.isdisjoint(numbers)

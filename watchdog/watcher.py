@@ -117,7 +117,7 @@ THREADS_MAX = 200
 """One question at a time per database, so a hanging one blocks one thread."""
 SAMPLE_ROWS, SAMPLE_OLDER_S, SAMPLE_S = 20, 300, 10.0
 """Bounds of the sample for the metric of reconciliation."""
-EACH = 40
+COUNTS_PER_SAMPLE = 40
 """Counts from one sample to the next: ten minutes by default."""
 LIMIT_MAX = 1_000
 
@@ -142,13 +142,13 @@ class Watcher:
         return any(not call.done() for call in self._asked.values())
 
     async def run(self) -> None:
-        turn = 0
+        counts = 0
         while True:
             if self._leader.is_leader:
                 await asyncio.gather(*(self._count(source) for source in list(self._leader.sources)))
-                if turn % EACH == 0:
+                if counts % COUNTS_PER_SAMPLE == 0:
                     await self._sample()
-                turn += 1
+                counts += 1
             known = {source.url for source in self._leader.sources} if self._leader.is_leader else set()
             for url in {*self._metrics.stats, *self._metrics.reconciled} - known:
                 self._metrics.stats.pop(url, None)
