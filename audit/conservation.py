@@ -57,7 +57,7 @@ class Account:
                     self._settle(sequence, sequence + messages, state)
         elif group is not None and (consumer := group.consumers.get(progress.consumer)) is not None:
             for begin, end, settled in progress.entries:
-                for low, high in _held_messages(consumer, begin, end):
+                for low, high in _unacked_messages(consumer, begin, end):
                     if frame.kind == FrameKind.ACK:
                         self._settle(low, high, SETTLED.get(settled, "acked"))
                     elif frame.kind == FrameKind.NACK:
@@ -87,7 +87,7 @@ class Account:
         return list(_joined(sorted(part for part in cut if part.begin < part.end)))
 
 
-def _held_messages(consumer: Consumer, begin: int, end: int) -> Iterator[tuple[int, int]]:
+def _unacked_messages(consumer: Consumer, begin: int, end: int) -> Iterator[tuple[int, int]]:
     """Yield the message ranges that a consumer has unacked under these pull sequences."""
     for unacked in consumer.unacked:
         low, high = max(begin, unacked.pull), min(end, unacked.pull_end)

@@ -329,7 +329,7 @@ class ConsumptionJudge:
             for begin, end, _ in progress.entries:
                 end = min(end, self._numbers.get((progress.group, progress.consumer), end))
                 if begin < end:
-                    _hold_unknown(consumer, begin, end)
+                    _add_unacked(consumer, begin, end)
         elif not progress.consumer:
             self._old.discard(progress.group)
 
@@ -341,10 +341,10 @@ class ConsumptionJudge:
             if sequence < self._first == group.position < sequence + messages:
                 group.position = sequence  # the pull delivers the last old messages and the first new ones
             elif sequence < self._first:
-                _return_unknown(group, sequence, min(sequence + messages, self._first))
+                _requeue_unknown(group, sequence, min(sequence + messages, self._first))
 
 
-def _hold_unknown(consumer: Consumer, begin: int, end: int) -> None:
+def _add_unacked(consumer: Consumer, begin: int, end: int) -> None:
     """Add these pull sequences, of messages unknown to the log, to the unacked ones of a consumer."""
     consumer.next_pull = max(consumer.next_pull, end)
     consumer.take(begin, end)
@@ -352,7 +352,7 @@ def _hold_unknown(consumer: Consumer, begin: int, end: int) -> None:
     consumer.unacked.sort()
 
 
-def _return_unknown(group: Group, begin: int, end: int) -> None:
+def _requeue_unknown(group: Group, begin: int, end: int) -> None:
     """Requeue these messages, in place of any other state that the group has of them."""
     kept, unknown = [], RequeuedRange(begin, end - begin, 0, 0)
     for requeued in group.requeued:

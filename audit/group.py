@@ -104,7 +104,7 @@ def _audit_wave(executors: Executors, wave: Sequence[Audit], options: Options, k
             audit.store(partial(store_findings, audit.result, options.tables))
         if audit.result.unreadable is None:  # others are audited again
             _record(audit, options)
-        audit.let_go()
+        audit.release()
 
 
 def _record(audit: Audit, options: Options) -> None:

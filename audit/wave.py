@@ -60,7 +60,7 @@ class Audit:
         """Return the number of subjects whose ends the driver holds."""
         return 0 if self.history.anchor is None else len(self.history.anchor.ends)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the copies, and forget everything except the result: a run may have a thousand groups."""
         self.held.close()
         self.job, self.answer, self.entry = None, GroupAnswer(()), None

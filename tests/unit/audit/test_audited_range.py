@@ -148,10 +148,10 @@ def test_copy_released_while_read_is_read_again(tmp_path: Path, monkeypatch: pyt
     brokers[1].start = brokers[1].described = 0
     monkeypatch.setattr("qmq.audit.group.AGAIN_MAX", 0)
     once = audit_served(brokers)
-    let_go = f"the slave deleted [0, {brokers[1].start})"
-    assert once.status == 2 and str(once.unreadable).startswith(let_go)
+    deleted = f"the slave deleted [0, {brokers[1].start})"
+    assert once.status == 2 and str(once.unreadable).startswith(deleted)
     assert (again.status, again.found, again.start) == (0, {}, brokers[1].start)
-    assert any(let_go in note for note in again.notes)
+    assert any(deleted in note for note in again.notes)
 
 
 def test_short_reads_of_both_brokers_prevent_the_proof(tmp_path: Path) -> None:
