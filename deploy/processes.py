@@ -61,7 +61,7 @@ class Service:
     launch: Callable[..., Any] = subprocess.Popen
     """Starts the command; tests fork a process that has imported the program."""
     starts: int = 0
-    died_at: float | None = None
+    ended_at: float | None = None
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property
@@ -88,16 +88,16 @@ class Service:
                 start_new_session=True,
             )
         self.starts += 1
-        self.died_at = None
+        self.ended_at = None
 
     def keep_alive(self, now: float, restart_s: float) -> str:
         """Note an end of the process, and restart it after `restart_s`; return a line about that, or ""."""
         if self.is_held or self._process is None or (status := self._process.poll()) is None:
             return ""
-        if self.died_at is None:
-            self.died_at = now
+        if self.ended_at is None:
+            self.ended_at = now
             return f"{self.name} (pid {self._process.pid}) ended with status {status}; see {self.log}"
-        if now - self.died_at < restart_s:
+        if now - self.ended_at < restart_s:
             return ""
         self.start()
         return f"{self.name} is started again (pid {self._process.pid})"

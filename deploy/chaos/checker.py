@@ -38,7 +38,7 @@ from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
-from qmq.deploy.chaos.history import Handover, History, Place, Track
+from qmq.deploy.chaos.history import Delivery, History, Place, Track
 from qmq.deploy.chaos.records import DEAD, DONE, MARKED, REFUSED, RETRY, STORED, Position, Sent
 from qmq.deploy.control import Copy
 
@@ -80,27 +80,27 @@ def _lost(history: History) -> Iterator[str]:
             if subject != place.subject or (tags and not tags & set(message.sending.tags)):
                 continue
             track = Track(subject, group, place.broker_group)
-            handovers = history.handovers[track].get(place.sequence, [])
-            if place.sequence not in history.dead[track] and not _is_handled(handovers):
-                yield f"for {group}: {message}; {_list(handovers) or 'delivered to no consumer'}"
+            deliveries = history.deliveries[track].get(place.sequence, [])
+            if place.sequence not in history.dead[track] and not _is_handled(deliveries):
+                yield f"for {group}: {message}; {_list(deliveries) or 'delivered to no consumer'}"
 
 
-def _is_handled(handovers: list[Handover]) -> bool:
+def _is_handled(deliveries: list[Delivery]) -> bool:
     """Return whether a consumer handled the message and no later consumer gave it up."""
-    decisions = [handover.decided.decision for handover in handovers if handover.decided is not None]
-    gave_up = handovers and handovers[-1].is_kept and decisions and decisions[-1] == DEAD
+    decisions = [delivery.decided.decision for delivery in deliveries if delivery.decided is not None]
+    gave_up = deliveries and deliveries[-1].is_kept and decisions and decisions[-1] == DEAD
     return DONE in decisions and not gave_up
 
 
 def _repeated(history: History) -> Iterator[str]:
-    for track, places in history.handovers.items():
-        for handovers in places.values():
-            for before, after in pairwise(handovers):
+    for track, places in history.deliveries.items():
+        for deliveries in places.values():
+            for before, after in pairwise(deliveries):
                 if after.got.times > before.got.times and (why := _unexplained(history, before, after)):
                     yield f"for {track.group}, {why}: {before}; {after}"
 
 
-def _unexplained(history: History, before: Handover, after: Handover) -> str | None:
+def _unexplained(history: History, before: Delivery, after: Delivery) -> str | None:
     """Return the fault of a second delivery; None if it has a cause."""
     decision = before.decided.decision if before.decided else None
     if decision == RETRY:
@@ -119,25 +119,25 @@ def _dead_again(history: History) -> Iterator[str]:
         for sequence, dead in places.items():
             if len(dead) > 1:
                 yield f"{len(dead)} dead letters of one message: {dead}"
-            for handover in history.handovers[track].get(sequence, []):
+            for delivery in history.deliveries[track].get(sequence, []):
                 is_done = (
-                    handover.kept_at is not None and handover.decided is not None and handover.decided.decision == DONE
+                    delivery.kept_at is not None and delivery.decided is not None and delivery.decided.decision == DONE
                 )
-                if is_done and not history.may_have_lost(track.broker_group, handover.got.at, handover.kept_at or 0.0):
-                    yield f"a dead letter although its ack was confirmed: {dead[0]}; {handover}"
+                if is_done and not history.may_have_lost(track.broker_group, delivery.got.at, delivery.kept_at or 0.0):
+                    yield f"a dead letter although its ack was confirmed: {dead[0]}; {delivery}"
 
 
 def _unexpected(history: History) -> Iterator[str]:
     groups, places = history.groups, _places(history)
-    for track, sequences in history.handovers.items():
+    for track, sequences in history.deliveries.items():
         tags = groups.get((track.subject, track.group), frozenset())
-        for sequence, handovers in sequences.items():
-            for handover in handovers:
-                if why := _wrong(history, handover, places[handover.got.id], tags):
-                    yield f"{why}: {handover}; {history.messages.get(handover.got.id, '')}"
+        for sequence, deliveries in sequences.items():
+            for delivery in deliveries:
+                if why := _wrong(history, delivery, places[delivery.got.id], tags):
+                    yield f"{why}: {delivery}; {history.messages.get(delivery.got.id, '')}"
             for dead in history.dead[track].get(sequence, []):
-                if dead.id != handovers[0].got.id:
-                    yield f"a dead letter is of another message: {dead}; {handovers[0]}"
+                if dead.id != deliveries[0].got.id:
+                    yield f"a dead letter is of another message: {dead}; {deliveries[0]}"
     for id in history.sent_twice:
         yield f"the workload is wrong: {id} was sent twice"
 
@@ -148,22 +148,22 @@ def _places(history: History) -> dict[str, set[Place]]:
     for id, message in history.messages.items():
         if message.outcome == STORED:
             places[id].add(message.place)
-    for track, sequences in history.handovers.items():
-        for sequence, handovers in sequences.items():
-            for handover in handovers:
-                places[handover.got.id].add(Place(track.subject, track.broker_group, sequence))
+    for track, sequences in history.deliveries.items():
+        for sequence, deliveries in sequences.items():
+            for delivery in deliveries:
+                places[delivery.got.id].add(Place(track.subject, track.broker_group, sequence))
     return places
 
 
-def _wrong(history: History, handover: Handover, places: set[Place], tags: frozenset[str]) -> str | None:
-    message = history.messages.get(handover.got.id)
+def _wrong(history: History, delivery: Delivery, places: set[Place], tags: frozenset[str]) -> str | None:
+    message = history.messages.get(delivery.got.id)
     if message is None:
         return "no producer sent it"
     if message.outcome == REFUSED:
         return "its producer's answer was that it is not stored"
-    if handover.got.subject != message.sending.subject:
+    if delivery.got.subject != message.sending.subject:
         return "of another subject"
-    if handover.got.content != message.sending.content:
+    if delivery.got.content != message.sending.content:
         return "its content differs from the sent one"
     if len(places) > 1:
         return f"it lies in more than one place, {sorted(places)}"
@@ -181,7 +181,7 @@ def _one_by_one(history: History) -> Iterator[str]:
         if member.concurrency == 1 and not member.tags and member.subject not in keyed
     }
     for consumer, numbers in history.by_consumer.items():
-        newest: dict[Track, Handover] = {}
+        newest: dict[Track, Delivery] = {}
         for number in numbers.values():
             got = number.got
             if got.times > 1 or (consumer, got.subject, got.group) not in plain:
@@ -196,23 +196,23 @@ def _one_by_one(history: History) -> Iterator[str]:
 
 
 def _by_key(history: History) -> Iterator[str]:
-    for track, places in history.handovers.items():
-        newest: dict[str, list[Handover]] = {}
-        for _, handovers in sorted(places.items()):
-            message = history.messages.get(handovers[0].got.id)
+    for track, places in history.deliveries.items():
+        newest: dict[str, list[Delivery]] = {}
+        for _, deliveries in sorted(places.items()):
+            message = history.messages.get(deliveries[0].got.id)
             if message is None or not (key := message.sending.order_key):
                 continue
-            before, newest[key] = newest.get(key), handovers
+            before, newest[key] = newest.get(key), deliveries
             if before is None:
                 continue
-            end, begin = _end(history, track, before), min(handover.got.at for handover in handovers)
+            end, begin = _end(history, track, before), min(delivery.got.at for delivery in deliveries)
             if begin < end and not history.may_have_lost(track.broker_group, before[0].got.at, min(end, begin)):
-                yield f"for {track.group}, key {key}: {_list(handovers)}; in front of it: {_list(before)}"
+                yield f"for {track.group}, key {key}: {_list(deliveries)}; in front of it: {_list(before)}"
 
 
-def _end(history: History, track: Track, handovers: list[Handover]) -> float:
+def _end(history: History, track: Track, deliveries: list[Delivery]) -> float:
     """Return when a message was done or given up; infinity if it was neither."""
-    last = handovers[-1]
+    last = deliveries[-1]
     is_dead = last.got.sequence in history.dead[track]
     if last.decided is not None and (is_dead or last.decided.decision != RETRY):
         return last.decided.at
@@ -244,7 +244,7 @@ def _went_back(history: History) -> Iterator[str]:
 
 def _skipped(history: History) -> Iterator[str]:
     groups = history.groups
-    for track, places in history.handovers.items():
+    for track, places in history.deliveries.items():
         if groups.get((track.subject, track.group)):
             continue  # others' tags lie in between
         next_sequence = 0
@@ -257,10 +257,10 @@ def _skipped(history: History) -> Iterator[str]:
 
 
 def _times(history: History) -> Iterator[str]:
-    for places in history.handovers.values():
-        for handovers in places.values():
-            for smaller, larger in pairwise(handovers):
-                first, second = sorted((smaller, larger), key=lambda handover: handover.got.at)
+    for places in history.deliveries.values():
+        for deliveries in places.values():
+            for smaller, larger in pairwise(deliveries):
+                first, second = sorted((smaller, larger), key=lambda delivery: delivery.got.at)
                 if larger.got.times > smaller.got.times and first is smaller:
                     continue
                 if history.cause(smaller, larger.got.at):
@@ -269,8 +269,8 @@ def _times(history: History) -> Iterator[str]:
                     yield f"{second} after {first}"
 
 
-def _list(handovers: list[Handover]) -> str:
-    return "; ".join(map(str, handovers))
+def _list(deliveries: list[Delivery]) -> str:
+    return "; ".join(map(str, deliveries))
 
 
 # Logs.

@@ -71,7 +71,7 @@ class SentMessage:
 
 
 @dataclass(slots=True, eq=False)
-class Handover:
+class Delivery:
     """Delivery of a message to an application."""
 
     got: Got
@@ -92,9 +92,9 @@ class History:
     """Records of one run, by message, consumer and broker group."""
 
     messages: dict[str, SentMessage] = field(default_factory=dict)
-    handovers: dict[Track, dict[int, list[Handover]]] = field(default_factory=lambda: defaultdict(dict))
+    deliveries: dict[Track, dict[int, list[Delivery]]] = field(default_factory=lambda: defaultdict(dict))
     """By sequence; of each, in the order of the broker, see `_rank`."""
-    by_consumer: dict[str, dict[int, Handover]] = field(default_factory=lambda: defaultdict(dict))
+    by_consumer: dict[str, dict[int, Delivery]] = field(default_factory=lambda: defaultdict(dict))
     joined: list[Joined] = field(default_factory=list)
     positions: list[Position] = field(default_factory=list)
     dead: dict[Track, dict[int, list[DeadLetter]]] = field(default_factory=lambda: defaultdict(dict))
@@ -141,14 +141,14 @@ class History:
                     self.dead[track].setdefault(record.sequence, []).append(record)
 
     def _got(self, got: Got) -> None:
-        handover = Handover(got)
-        self.by_consumer[got.consumer][got.number] = handover
-        others = self.handovers[_track(got)].setdefault(got.sequence, [])
-        others.insert(bisect_right(others, _rank(handover), key=_rank), handover)
+        delivery = Delivery(got)
+        self.by_consumer[got.consumer][got.number] = delivery
+        others = self.deliveries[_track(got)].setdefault(got.sequence, [])
+        others.insert(bisect_right(others, _rank(delivery), key=_rank), delivery)
 
-    def _kept(self, handover: Handover, at: float) -> None:
-        handover.kept_at = at
-        self.handovers[_track(handover.got)][handover.got.sequence].sort(key=_rank)
+    def _kept(self, delivery: Delivery, at: float) -> None:
+        delivery.kept_at = at
+        self.deliveries[_track(delivery.got)][delivery.got.sequence].sort(key=_rank)
 
     def sent_within(self, kind: str) -> Iterator[tuple[SentMessage, Window]]:
         """Yield messages that were sent and acknowledged within a window of their broker group."""
@@ -165,12 +165,12 @@ class History:
         return self.sent_within(SLAVE_STOPPED)
 
     @property
-    def got(self) -> Iterator[Handover]:
-        for handovers in self.by_consumer.values():
-            yield from handovers.values()
+    def got(self) -> Iterator[Delivery]:
+        for deliveries in self.by_consumer.values():
+            yield from deliveries.values()
 
     @property
-    def befell(self) -> list[str]:
+    def consumer_faults(self) -> list[str]:
         """Faults of consumers: killed, left, stalled."""
         return [gone.how for gone in self._gone.values()] + [
             "stalled" for stalls in self._stalls.values() for _ in stalls
@@ -181,9 +181,9 @@ class History:
         """Selected tags by (subject, group)."""
         return {(member.subject, member.group): frozenset(member.tags) for member in self.joined}
 
-    def cause(self, handover: Handover, before: float) -> str | None:
+    def cause(self, delivery: Delivery, before: float) -> str | None:
         """Return the cause of a redelivery without a nack, until `before`; None if there is none."""
-        got = handover.got
+        got = delivery.got
         if (gone := self._gone.get(got.consumer)) and gone.at <= before:
             return f"consumer {gone.how}"
         since = got.at - CAUSE_S
@@ -213,8 +213,8 @@ def _track(got: Got) -> Track:
     return Track(got.subject, got.group, got.broker_group)
 
 
-def _rank(handover: Handover) -> tuple[int, bool, float]:
+def _rank(delivery: Delivery) -> tuple[int, bool, float]:
     """Return the broker's order of deliveries. A consumer that lost its lease unnoticed may begin a message late, with
     the attempt number of its successor; the broker confirms only the successor's decision.
     """
-    return handover.got.times, handover.kept_at is not None, handover.got.at
+    return delivery.got.times, delivery.kept_at is not None, delivery.got.at

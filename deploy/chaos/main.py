@@ -178,7 +178,7 @@ def _rows(history: History) -> dict[str, list[tuple[object, ...]]]:
     began = {joined.consumer: joined.at for joined in history.joined}
     none = Sent(0.0, "", UNKNOWN, "", -1)
     sent = [(message.sending, message.sent or none) for message in history.messages.values()]
-    got = [handover.got for handover in history.got]
+    got = [delivery.got for delivery in history.got]
     windows = {kind: [window for window in history.windows if window.kind == kind] for kind in (MARKED, SLAVE_STOPPED)}
     return {
         "sent": [

@@ -152,7 +152,7 @@ def _curves(history: History) -> dict[str, list[float]]:
     done: dict[str, list[float]] = {STORED: [], REFUSED: [], UNKNOWN: []}
     for message in history.messages.values():
         done[message.outcome].append(message.sent.at if message.sent else message.sending.at)
-    times = [*done.values(), [handover.got.at for handover in history.got]]
+    times = [*done.values(), [delivery.got.at for delivery in history.got]]
     return dict(zip(COLOURS, times, strict=True))
 
 

@@ -174,12 +174,12 @@ class Outcome:
     def summary(self) -> str:
         history = self.history
         outcomes = Counter(message.outcome for message in history.messages.values())
-        counts = [len(handovers) for places in history.handovers.values() for handovers in places.values()]
+        counts = [len(deliveries) for places in history.deliveries.values() for deliveries in places.values()]
         dead = sum(len(places) for places in history.dead.values())
         return (
             f"sent {len(history.messages)} ({', '.join(f'{name} {n}' for name, n in sorted(outcomes.items()))}), "
             f"delivered {len(counts)}, {sum(count > 1 for count in counts)} of them again, dead letters {dead}, "
-            f"faults {len(history.faults)} of brokers and {len(history.befell)} of consumers, "
+            f"faults {len(history.faults)} of brokers and {len(history.consumer_faults)} of consumers, "
             f"findings {len(self.findings)}"
         )
 

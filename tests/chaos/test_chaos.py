@@ -38,6 +38,6 @@ def test_consumers_under_faults_get_each_message(tmp_path):
     outcome, stored = run(tmp_path, lambda nemesis, is_over: strike(nemesis, is_over=is_over), load=load)
     history = outcome.history
     assert stored > 0.9 * MESSAGES and len(history.messages) == MESSAGES, outcome.summary()
-    assert {KILLED, LEFT, "stalled"} <= set(history.befell), outcome.summary()
+    assert {KILLED, LEFT, "stalled"} <= set(history.consumer_faults), outcome.summary()
     assert {"kill master", "swap roles", "kill slave"} <= set(outcome.faults), outcome.summary()
-    assert any(history.dead.values()) and any(handover.got.times > 1 for handover in history.got), outcome.summary()
+    assert any(history.dead.values()) and any(delivery.got.times > 1 for delivery in history.got), outcome.summary()
