@@ -22,7 +22,7 @@ T = TypeVar("T")
 HANDSHAKE_MS = "grpc.server_handshake_timeout_ms"
 IDLE_MS = "grpc.max_connection_idle_ms"
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
-    # Brokers are neighbours: a proxy of the environment is for addresses outside the installation.
+    # Brokers are reached directly: a proxy of the environment is for addresses outside the installation.
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", ANSWER_BYTES_MAX),
     # A machine that hangs or is cut off sends nothing; without keepalive pings the loss shows after many minutes.
@@ -44,7 +44,7 @@ SERVER_OPTIONS = [
     ("grpc.max_receive_message_length", 4 << 20),
     # Longest life of a connection without an HTTP/2 handshake: it has no token.
     (HANDSHAKE_MS, 5_000),
-    # Longest life of a connection without a call. Links and watches are calls that last; a channel of ours reconnects
+    # Longest life of a connection without a call. Links and watches are calls that last. A channel of qmq reconnects
     # with its next call.
     (IDLE_MS, 60_000),
     # A caller on a lost machine is detected within 15 s.

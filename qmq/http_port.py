@@ -102,8 +102,8 @@ def listen(host: str, port: int) -> socket.socket:
     """
     is_any = host == "::"
     listener = socket.create_server((host, port), family=socket_family(host), backlog=1024, dualstack_ipv6=is_any)
-    # asyncio sets it on sockets of its own only. Without it the second answer of a connection waits 40 ms: its body is
-    # sent once the client has confirmed the head.
+    # asyncio sets this option only on its own sockets. Without it the second answer of a connection waits 40 ms: the
+    # answer's body is sent only when the client has confirmed the head.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 

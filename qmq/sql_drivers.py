@@ -40,7 +40,7 @@ class Waits(NamedTuple):
         """Return arguments of psycopg's `connect`; `in_transaction` has the server's timeouts."""
         return {
             "connect_timeout": self.connect,
-            # PgBouncer gives the next transaction to another server, which lacks the prepared statement.
+            # PgBouncer sends the next transaction to another server, which lacks the prepared statement.
             "prepare_threshold": None,
             # A machine that vanished is noticed after some 15 s.
             "tcp_user_timeout": 15_000,

@@ -301,7 +301,7 @@ async def events(session: Session, *, unacked_max: int, lease_s: float, keep_ali
         with session:
             while True:
                 if session.room(unacked_max):
-                    # One at a time: of a stream that breaks, one message at most waits for its lease.
+                    # One at a time, so that after a broken stream at most one message waits for the end of its lease.
                     messages = await session.pull(1, wait_s=keep_alive_s, lease_s=lease_s)
                     for message in messages:
                         yield f"id: {message.handle}\nevent: message\ndata: {message.model_dump_json()}\n\n"

@@ -30,7 +30,7 @@ if redis.call("GET", KEYS[1]) == ARGV[1] then
 end
 return 0
 """
-# An ended lease that is still free is no reason to handle the message again.
+# If the lease has ended and the key is free, the message still counts as handled.
 FINISH = """
 local owner = redis.call("GET", KEYS[1])
 if owner == ARGV[1] or not owner then

@@ -158,8 +158,8 @@ def _remember(state: State, frame: Frame, first_sequence: int) -> None:
     if len(window) > BATCHES_PER_PRODUCER:
         is_dead = frame.flags & FLAG_DEAD or is_dead_letter_subject(frame.subject)
         if is_dead or producer not in state.unsorted:
-            # Dead letters carry the numbers of their originals, which die in any order: the copy made first is
-            # forgotten.
+            # Dead letters have the numbers of their originals, which become dead in any order. So the copy made first
+            # is forgotten.
             del window[next(iter(window))]
         else:
             del window[min(window)]

@@ -341,7 +341,7 @@ class MessageLog:
         entry = self._tail.get(offset)
         return (entry.frame, entry.body()) if entry else None
 
-    # Damaged snapshots matter: restarts and new copies begin at one.
+    # Snapshots are made again, because restarts and new copies begin at one.
 
     def put_snapshot(self, base: int, chain: int, snapshot: Buffer) -> None:
         """Store the snapshot of the state at `base`, where the chain is `chain`, if a segment still begins there."""
@@ -528,7 +528,7 @@ class MessageLog:
         self.drop_oldest_segment()
 
     def _remove_files(self, base: int) -> None:
-        # Index and snapshot go first: a segment without them is whole; they are useless without it.
+        # Index and snapshot are removed first: a segment without them is whole, and they are useless without it.
         self.disk.remove(index_name(base))
         self.disk.remove(snapshot_name(base))
         self.disk.remove(log_name(base))

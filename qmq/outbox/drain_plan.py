@@ -389,7 +389,8 @@ class DrainPlan:
                 del self._claims[end.claim]
                 self._count(end)
                 if isinstance(end, Released) and now_ms - claim.claimed_ms >= RELAY_MS:
-                    # Another drain may have adopted it and still send it, so its number must not fall behind.
+                    # Another drain may have adopted it and still send it, so its number must stay in the brokers'
+                    # memory.
                     self._numberings.pop(claim.name.group, None)
 
     def _count(self, end: Settled | Released) -> None:

@@ -173,7 +173,7 @@ class DeadLetters:
         connection = way or self._connection
         answer, moved_bytes = connection.request(command, *parts), connection.received_bytes - connection.unsent_bytes
         while not (await asyncio.wait({answer}, timeout=ANSWER_S))[0]:
-            # 64 MiB on a slow link take longer; answers to heartbeats are no progress.
+            # 64 MiB on a slow link take longer than ANSWER_S. Answers to heartbeats are no progress.
             least, moved_bytes = moved_bytes + LARGE_BYTES_MIN, connection.received_bytes - connection.unsent_bytes
             if moved_bytes < least:
                 raise OutcomeUnknown(f"{self.broker_group} did not answer within {ANSWER_S:.0f} s")

@@ -235,7 +235,7 @@ def notice_dead_peers(sock: socket.socket | None) -> None:
     """
     if sock is None:
         return
-    # An object of our own for the same connection: uvloop creates one per call.
+    # One socket object for all calls; uvloop creates another object per call.
     with socket.socket(sock.family, sock.type, sock.proto, os.dup(sock.fileno())) as own:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:

@@ -127,13 +127,13 @@ class Slaves:
                 f"this is the master of {mastership.group}; the slave is of {hello.group!r}, or the same copy"
             )
         if hello.assigned_term != mastership.epoch.term and hello.known <= mastership.epoch:
-            # It follows an older row, or a newer one. Another broker may be the slave by now, and an acknowledgement
-            # must not rest on this one's copy.
+            # The slave follows an older or a newer row. Another broker may be the slave by now, and an acknowledgement
+            # must not rest on this slave's copy.
             raise InvalidRequest(
                 f"the slave has term {hello.assigned_term}, this master term {mastership.epoch.term}: "
                 "read the row of the group from the metaserver again"
             )
-        # A broker counts once, whichever disks it has had; the only slave of a group has no name.
+        # Named by broker, not by disk, so each broker counts once. The only slave of a group has no name.
         name = "" if self._count == 1 else hello.owner or hello.incarnation
         self._watch(name).hello(link, packet, hello)
 
@@ -162,7 +162,7 @@ class Slaves:
         for other in self._watches.values():
             if other is not watch:
                 other.drop("the master's log is restored from a snapshot; connect again")
-        # An earlier link's restored part may end before the slave's log begins by now: retention went on there.
+        # The part restored over an earlier link may end before the slave's log begins, if retention went on there.
         restoring = watch.follower.restoring
         assert restoring is not None
         mastership.log.seed(base, snapshot, "taken-back", start=restoring.hello.start)

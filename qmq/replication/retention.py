@@ -71,7 +71,7 @@ def decide(
     kept = message_log.state.kept
     states_the_time = RetentionDecision(kept.start, "", ahead_ms, {})
     if kept.decided_end > message_log.state.high_watermark:
-        # Copies wait for a frame that shows the last decision as acknowledged. If none comes, this one does.
+        # Copies wait for a frame that shows the last decision as acknowledged. This frame does, if no other comes.
         return states_the_time if kept.decided_end <= high_watermark else None
     if (due := keeper.due(message_log, now_ms)) is not None:
         return RetentionDecision(due.start, due.rule, ahead_ms, due.unconsumed)

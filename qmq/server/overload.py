@@ -86,7 +86,7 @@ class Flow:
         return ConnectionState.RUNNING
 
     def _fills(self, state: ConnectionState, most: int, unacked_bytes: int) -> bool:
-        # Half of it between stop and go: a pause per batch would cost two system calls each.
+        # Half of `most` lies between stop and resume, because a pause per batch would cost two system calls each.
         return unacked_bytes > most or (self.state is state and unacked_bytes > most // 2)
 
 

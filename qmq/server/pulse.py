@@ -68,7 +68,7 @@ class Pulse:
 
     def _is_silent(self) -> bool:
         now_s, heard_bytes = self._loop.time(), self._connection.received_bytes
-        # After a stall of our own loop unread bytes may wait: no silence of the other end.
+        # After a stall of this loop unread bytes may wait, so the stall does not count as silence of the other end.
         self._silent_s += min(now_s - self._looked_s, 2 * BEAT_S)
         if heard_bytes != self._heard_bytes or not self._beats_too:
             self._silent_s = 0.0

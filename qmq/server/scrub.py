@@ -57,7 +57,7 @@ class Scrub:
 
     async def _verify_closed(self) -> None:
         while True:
-            # Without a role damage is not recorded: it would be found and logged again and again.
+            # Without a role damage is not recorded, so it would be found and logged again and again.
             rests = self._log.damage is not None or self._service.node.role is None
             base = None if rests else self._due()
             if base is None:

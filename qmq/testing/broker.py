@@ -57,7 +57,7 @@ class _Broker:
             token="any",
             segment_bytes=1 << 20,
             lease_ms=int(lease * 1000),
-            # A test may skip days between two steps of the cores; the slave is not late because of that.
+            # A test may skip days between two steps of the cores, which does not mean that the slave is late.
             slave_lag_ms_max=1 << 50,
         )
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -118,7 +118,7 @@ class Metaserver(MetaserverServicer):  # type: ignore[misc]  # protoc writes no 
     # Over HTTP.
 
     def _accept_http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Registered before the task begins: one that is cancelled before does not close its writer.
+        # Registered before the task begins, because a task that is cancelled before does not close its writer.
         task = asyncio.get_running_loop().create_task(self._serve_http(reader, writer))
         self._answering[task] = writer
         task.add_done_callback(self._answering.pop)
