@@ -25,8 +25,8 @@ and Spark reads it without copying (all integers little-endian):
 
 The producer builds a batch and its CRC-32; broker, slave, consumer and Spark get the same bytes.
 
-A batch with tags or order keys is followed by its labels. They show a broker which messages a consumer wants, and which
-must wait for another message, without decoding messages (all integers little-endian; a multiple of 8 bytes):
+A batch with tags or order keys is followed by its labels. From them a broker selects the messages for a consumer, and
+those that must wait for another message, without decoding messages (all integers little-endian; a multiple of 8 bytes):
 
     0     u64 x n  labels: bits 0 to 31: bit `crc32(tag) % 32` of each tag; bits 32 to 63: the order key, 0 without one
     8n    u32      CRC-32 of the labels

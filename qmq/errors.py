@@ -189,7 +189,7 @@ class NotMaster(AskAnotherBroker):
 
 
 class Overloaded(AskAnotherBroker):
-    """A limit of the broker is reached. Wait, or ask another group."""
+    """A limit of the broker is reached. Wait, or send to another group."""
 
     code = ErrorCode.OVERLOADED
 

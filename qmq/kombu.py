@@ -331,7 +331,9 @@ class Transport(virtual.Transport):  # type: ignore[misc]
         self._consumer: Consumer | None = None
 
     def _addresses(self, client: Any) -> str:
-        """Return the metaservers of `qmq://a;qmq://b`. A connection knows all of them and uses one that answers."""
+        """Return the metaservers of `qmq://a;qmq://b`. A connection has the addresses of all of them and uses one that
+        answers.
+        """
         urls = [parse_url(url) for url in client.alt] or [{"hostname": client.hostname, "port": client.port}]
         places = [Endpoint(url["hostname"] or "127.0.0.1", url["port"] or self.default_port) for url in urls]
         return ",".join(f"http://{place}" for place in places)

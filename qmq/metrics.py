@@ -4,7 +4,7 @@
 
     qmq.metrics.register()  # in prometheus-client's default registry
 
-The numbers are read when Prometheus asks; qmq.client.numbers lists them.
+The numbers are read at each scrape; qmq.client.numbers lists them.
 """
 
 from __future__ import annotations

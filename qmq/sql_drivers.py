@@ -74,7 +74,7 @@ def set_waits(connection: Any) -> None:
 
 
 TLS_MODES = ("", "disable", "require", "verify-ca", "verify-full")
-"""As libpq's `sslmode`. Empty: the default of the driver; newer drivers use TLS if the server has it."""
+"""Values of libpq's `sslmode`. Empty for the driver's default; newer drivers then use TLS if the server has it."""
 _OFFERED = ("allow", "prefer")
 """Modes of PostgreSQL alone."""
 SYSTEM = "system"

@@ -26,7 +26,7 @@ log = bounded(__name__)
 
 LOOK_S = 1.0
 STILL_S = 5.0
-"""After a longer gap between looks the whole process stood still, and no handler is named."""
+"""Gap between looks above which the whole process must have been stopped, so that no handler is named."""
 BLOCKED_S = 5.0
 """Duration of a block at its first log line; each further line follows at twice the duration."""
 REMEMBERED_MAX = 1_000

@@ -360,7 +360,7 @@ class Consumer(Listens):
     # Together.
 
     def offline(self) -> None:
-        """Leave all groups for now: running handlers finish, waiting messages go back to the groups.
+        """Leave all groups for now: running handlers finish, waiting messages return to the groups.
 
         May be called from any thread, returns at once.
         """

@@ -71,7 +71,7 @@ RETRY_S_MIN, RETRY_S_MAX = 0.1, 2.0
 CARRY_S_MIN = 10.0
 """A retry that the broker does not store waits in the consumer if it is due sooner than this."""
 CARRY_AGAIN_S = 60.0
-"""Pause after a delay group did not store a message, for want of a right or of a group."""
+"""Pause after a delay group did not store a message, because a right or the group is missing."""
 FAR_TOO_MANY = 2
 """Waiting messages above this multiple of the current share are released."""
 MANY_TIMES = 5

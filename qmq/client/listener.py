@@ -237,7 +237,7 @@ class Listener(Membership):
                     await finished(result)
             except asyncio.CancelledError as error:
                 is_cancelled = task.cancelling() > 0
-                if not (is_cancelled and subscription.is_closing):  # otherwise it goes back: the drain time is over
+                if not (is_cancelled and subscription.is_closing):  # otherwise they return: the drain time is over
                     self._failed(taken, error)
                 if is_cancelled:
                     raise

@@ -282,7 +282,7 @@ class Membership:
         return (Sample(name, labels, value) for name, value in gauges.items())
 
     def stop(self) -> None:
-        """Take no more messages. Running handlers finish; the rest goes back to the group."""
+        """Take no more messages. Running handlers finish; waiting messages return to the group."""
         self.is_stopped = True
         self._change()
 

@@ -82,7 +82,7 @@ FAMILIES: dict[str, Family] = {
         "Duration of calls. While they take less than 1 ms, one of 16 is measured and counts 16 times.",
     ),
 }
-"""By name without `METRIC_PREFIX`; a Prometheus counter gets `_total`."""
+"""Families by name without `METRIC_PREFIX`; a Prometheus counter gets `_total`."""
 
 BOUNDS = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 300.0)
 """Upper bounds of the buckets, in seconds."""

@@ -76,7 +76,7 @@ class Outgoing:
     def __init__(self, codec: Codec | None, filters: Sequence[OutgoingFilter]) -> None:
         self._codec = codec
         self.declared: dict[str, list[Declared]] = {}
-        """By subject."""
+        """Declared messages by subject."""
         self._filters = [check_plain("a filter of the producer", filter_) for filter_ in filters]
 
     def declare(self, subject: str, payload_type: Any, about: str) -> None:

@@ -69,7 +69,7 @@ REPEAT_S = 10.0
 KEPT = 10_000
 """Number of routes that are never forgotten, to continue without a metaserver."""
 IDLE_S = 300.0
-"""Above `KEPT`, a route is forgotten after this time without use, or up to twice that."""
+"""Time without use, or up to twice that, after which a route above `KEPT` is forgotten."""
 TROUBLE_S = 10.0
 """Age from which a failure is reported: a stream is replaced within a second or two."""
 REJECTED_S = 5.0

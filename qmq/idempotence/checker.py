@@ -44,7 +44,7 @@ class Idempotence:
     within or right after the handler repeats one. To exclude that too, write the key in the handler's database
     transaction: `qmq.idempotence.transaction`.
 
-    If two processes have the same message at the same time, one handles it, and the other asks for redelivery after the
+    If two processes have the same message at the same time, one handles it, and the other requests redelivery after the
     lease. If the handler raises, the key is released before the message fails.
 
     Args:

@@ -95,7 +95,7 @@ class MemoryKeys:
     """Keys of the messages last handled by this process; other processes do not share them.
 
     A claim needs no lease: it ends with its handler in this process. While a message is being handled, its second
-    delivery asks for redelivery after a lease.
+    delivery requests redelivery after a lease.
 
     Args:
         keys_max: remembered messages; the oldest are forgotten first.

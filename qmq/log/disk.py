@@ -36,7 +36,7 @@ BLOCK_BYTES = 4096
 UNREADABLE = b"\xde" * BLOCK_BYTES
 """Contents of a block that the disk cannot read. Not zeros: those would look like the end of the log."""
 UNREADABLE_BLOCKS_MAX = 256
-"""With more unreadable blocks than this, 1 MiB, in one read, the disk itself has failed."""
+"""Unreadable blocks in one read, 1 MiB, above which the disk itself has failed."""
 OPEN_FILES_MAX, OPEN_FILES_PART = 512, 16
 """Limit of open files, as a number and as a part of the limit of descriptors. Above it, the file that has been open
 longest is closed, and opened again on its next use. A process has up to two disks.

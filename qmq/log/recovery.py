@@ -72,7 +72,7 @@ _READ_BACK: dict[object, LogHealth] = {
     _E.RECOVERED_DAMAGED: _S.DAMAGED,
     _E.REPLAY_STOPPED: _S.UNREPLAYED,
 }
-"""In every state."""
+"""Events that every state has."""
 
 HEALTH = TransitionTable(
     LogHealth.WHOLE,

@@ -30,7 +30,7 @@ NO_END = 1 << 63
 """Offset behind every log."""
 
 
-@lru_cache  # asked twice per commit
+@lru_cache  # called twice per commit
 def log_name(base: int) -> str:
     return f"{FOLDER}/{base:020d}.log"
 

@@ -263,7 +263,7 @@ class StoredLog:
         raise CorruptFrame(self.start, "no snapshot of this log is whole")
 
     def derived_files(self, base: int, *, index_only: bool = False) -> tuple[bytes, bytes]:
-        """Return the stored index and snapshot of the segment at `base`; empty if missing, or not asked for."""
+        """Return the stored index and snapshot of the segment at `base`; empty if missing or not requested."""
         disk, names = self._disk, [index_name(base)] if index_only else [index_name(base), snapshot_name(base)]
         index, *snapshot = (disk.read(name, 0, disk.size(name)) for name in names)
         return index, b"".join(snapshot)

@@ -34,7 +34,7 @@ from qmq.plain import plain
 from qmq.subjects import check_subject
 
 _FINDERS = {"sqlalchemy": "qmq.outbox.sqlalchemy", "django": "qmq.outbox.django"}
-"""Finders by library. Only imported libraries are asked, because a session of another one cannot exist."""
+"""Finders by library. Only those of imported libraries are used, because a session of another library cannot exist."""
 
 
 def find_database(outbox: object) -> Database:

@@ -72,8 +72,8 @@ longer than any lease, is of another room, or from before the metaservers were r
 it is adopted wrongly, its batch is sent again. Rows of foreign or damaged claims are parked after this time.
 """
 RELAY_MS = 60_000
-"""Age at which any drain adopts a producer's claim, as the process may be gone. If it is alive, both send the same
-batch, which the broker group stores once.
+"""Age at which any drain adopts a producer's claim, because the process may have ended. If it still runs, both send the
+same batch, which the broker group stores once.
 """
 PASS_MS_MAX = 60_000
 """Maximum time of a pass: rows that come due as fast as they are read must not hide the rows behind them."""

@@ -63,8 +63,8 @@ class Destination(NamedTuple):
 
 
 class DeadLetters:
-    """Dead letters of (subject, group) that one master delivers. Made by `open`; `close` returns the ones that did not
-    go back to the group.
+    """Dead letters of (subject, group) that one master delivers. Made by `open`; `close` returns those that were not
+    settled.
     """
 
     def __init__(self, broker_group: str, subject: str, group: str, to: str, source: str) -> None:

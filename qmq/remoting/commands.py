@@ -1,6 +1,6 @@
 """Core. Commands of qmq in QMQ's packets, and the bodies of their requests and answers.
 
-    code  command        who -> whom           answer
+    code  command        from -> to            answer
     200   AUTHENTICATE   anyone -> broker      Welcome
     201   PRODUCE        producer -> broker    Produced
     202   SUBSCRIBE      consumer -> broker    Subscribed
@@ -534,7 +534,7 @@ class RecurringSchedule(NamedTuple):
 
     @property
     def next_at(self) -> datetime:
-        """Its next due time."""
+        """Next due time of the schedule."""
         return _EPOCH + timedelta(milliseconds=self.due_ms)
 
 

@@ -28,7 +28,7 @@ from qmq.errors import ErrorCode, InvalidRequest
 MAGIC = 0xDEC10ADE
 PACKET_HEADER_BYTES = 24
 VERSION = 100
-"""Our version of the new commands' bodies; QMQ's own clients send 3 to 9."""
+"""Version of the bodies of qmq's commands; QMQ's own clients send 3 to 9."""
 RESPONSE = 1
 ONE_WAY = 2
 _HEADER = struct.Struct(">ihIhhiih")

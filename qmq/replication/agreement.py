@@ -1,8 +1,8 @@
 """Core. Agreement: the handshake that finds where a slave's log and its master's agree, and the next step of each.
 
     Hello      slave -> master   its identity, newest known epoch, epoch table, log start, log end, chain, the end
-                                 of what it must keep, the acknowledged point it remembers
-    Agreement  master -> slave   the master's epoch, the acknowledged point it remembers, and one of
+                                 of the frames it must keep, its acknowledged point
+    Agreement  master -> slave   the master's epoch, its acknowledged point, and one of
         follow   from `offset`, where both chains are `chain`; further frames of the slave are a proven conflict and are
                  cut, after they went to quarantine
         restore  the slave has more of the same history, lost by a master that restarted: it sends everything from

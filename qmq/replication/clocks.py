@@ -23,7 +23,7 @@ class _Reading(NamedTuple):
 
 
 class Clocks:
-    """Last readings of other clocks. Made by the node; lives as long as the process."""
+    """Last readings of other clocks. Made by the node; ends with the process."""
 
     def __init__(self, difference_ms_max: int) -> None:
         self._difference_ms_max = difference_ms_max

@@ -1,4 +1,4 @@
-"""Core. Repair of a damaged copy from others of its group: the copy to ask, the range to fetch, the parts to cut."""
+"""Core. Repair of a damaged copy from others of its group: the copy to use, the range to fetch, the parts to cut."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Extent = tuple[int, int]
 """Begin and end of a copy's log on disk."""
 
 ATTEMPTS_EACH = 2
-"""Attempts per copy: if it has no frame at the begin of the damage, the second one asks for frames before it."""
+"""Attempts per copy. If it has no frame at the begin of the damage, the second attempt fetches frames before it."""
 
 
 class Sources:
@@ -53,7 +53,7 @@ class Sources:
 
 
 class CopyRepair:
-    """Repair of one process's log. Made by its node; lives as long as it."""
+    """Repair of one process's log. Made by its node; ends with the node."""
 
     def __init__(self, node: Node[Any]) -> None:
         self._node = node

@@ -1,4 +1,4 @@
-"""Core. Durable facts of a copy beside its log: its identity, and the newest acknowledged point that it knows.
+"""Core. Durable facts of a copy beside its log: its identity, and its newest acknowledged point.
 
     broker.json    {"crc": CRC-32 of the rest as sorted JSON, "incarnation": made with the data directory, "group": …,
                     "term": …, "boot": …, "complete": whether this copy once had all frames of its master,
@@ -14,10 +14,10 @@
 A broker fsyncs a newer epoch in broker.json before it acts in it, and refuses every message of an older epoch from then
 on. The last assignment lets it start while the metaserver is down.
 
-The acknowledged point is the newest point up to which this copy knows that messages were acknowledged. It is stored
-outside the log, because a log alone cannot show that its disk was restored to an older state. The other copies store
-their own points, and the metaserver's row has one per copy. A log that lacks a stored point *was rolled back*: its copy
-reports it, is no master before it is refilled, and makes no other copy cut (I25).
+The acknowledged point is the newest point up to which this copy has acknowledged messages as master, or was notified of
+it by its master. It is stored outside the log, because a log alone cannot show that its disk was restored to an older
+state. The other copies store their own points, and the metaserver's row has one per copy. A log that lacks a stored
+point *was rolled back*: its copy reports it, is no master before it is refilled, and makes no other copy cut (I25).
 
 The first two files are written before their facts are used. The last is written on a thread, at most `SAVE_MS` after
 the point changed, and when a mastership or the process ends. So a commit costs no further fsync (decision 20 lists
@@ -135,8 +135,8 @@ class PointFile:
         return self._copy.lacks
 
     def keeps(self, message_log: MessageLog, *, restored_from: int | None = None) -> int:
-        """Return the offset before which this copy keeps everything: all frames that it confirmed, or knows as
-        acknowledged. It wrote later frames as master, and knows of no other copy that confirmed them.
+        """Return the offset before which this copy keeps everything: all frames that it confirmed, or that are below
+        its acknowledged point. It wrote later frames as master, and no other copy is known to have confirmed them.
 
         Args:
             restored_from: offset behind which frames came from slaves, which keep them; this copy did not confirm them.

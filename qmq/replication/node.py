@@ -507,7 +507,7 @@ class Node(Generic[M]):
         return self.clocks.disagreement(self.clocks_ahead_ms())
 
     def decide_retention(self, keeper: Keeper) -> None:
-        """As master, decide on deletions; as any copy, log when clocks disagree.
+        """Decide on deletions, if this is the master; log when clocks disagree.
 
         Raises:
             CorruptFrame: this copy is damaged.

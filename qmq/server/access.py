@@ -144,7 +144,7 @@ class Access:
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.NOT_FOUND:
                 return self._cache.refused(token, str(error.details()), now_ms=_now_ms())
-            await self._drop(stub)  # the next question looks the address up again
+            await self._drop(stub)  # the next check looks the address up again
             raise NotServed(f"the metaserver does not answer: {error.details()}") from None
         except (TimeoutError, OSError, ValueError) as error:
             await self._drop(stub)
@@ -181,7 +181,7 @@ def _now_ms() -> int:
 
 
 REFUSED_MS = 5000
-"""Time before an unknown token is asked about again."""
+"""Time before a rejected token is checked again."""
 KNOWN_MAX = 10_000
 SUBJECTS_MAX = 10_000
 """Limit of a connection's remembered subjects; other subjects are checked again for each batch."""

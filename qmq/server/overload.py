@@ -156,8 +156,8 @@ class Shares(Generic[K]):
 
 @dataclass(slots=True)
 class LimitsReached:
-    """Settings that stopped or rejected a client, and operators' limits of subjects. Made by the service; times never
-    go back.
+    """Settings that stopped or rejected a client, and operators' limits of subjects. Made by the service; times are
+    monotonic.
     """
 
     counts: Counter[str] = field(default_factory=Counter)

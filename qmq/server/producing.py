@@ -78,7 +78,7 @@ log = logging.getLogger(__name__)
 _SUBJECT_AT = 19
 """Position of the subject's text (qmq.codec). Its length is before it, the id's length behind it."""
 AT_ONCE_MIN = 32
-"""With fewer messages the calls of numpy, 45 µs, cost more than they save. For messages with tags this number is 5."""
+"""Number of messages below which the calls of numpy, 45 µs, cost more than they save. With tags it would be 5."""
 _SUBJECT_LENGTH_AT = _SUBJECT_AT - 2
 _EMPTY = memoryview(b"")
 FSYNC = Durability.FSYNC
