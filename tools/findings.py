@@ -28,7 +28,7 @@ LAG_FINE_BYTES = 64 << 20
 GROUP_CAUSES = {
     "offline": "its consumers are switched off: OnOffline --state=online ends that",
     "rate": "an operator limits how many messages a second it gets: LimitGroup --perSecond=0 ends that",
-    "unacked": "a consumer has as many un-acked messages as it may: check its handlers, or restart it",
+    "unacked": "a consumer has as many unacked messages as it may: check its handlers, or restart it",
     "postponed": "postpone fewer messages; further ones wait at a delay group if the token has the right redrive:",
 }
 """Remedies for causes that stop a consumer group; names as in broker.group_status."""

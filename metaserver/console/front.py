@@ -152,7 +152,7 @@ _TILES = (
     ("acked", "Acked", "msg/s", ""),
     ("lag", "Lag", "msg", "/consumers"),
     ("lag_seconds", "Oldest waits", "", "/consumers"),
-    ("unacked", "Un-acked", "msg", "/consumers"),
+    ("unacked", "Unacked", "msg", "/consumers"),
     ("dead", "Dead letters", "", "/consumers"),
     ("pending", "Delayed", "pending", "/delayed"),
     ("late", "Late", "delayed", "/delayed"),

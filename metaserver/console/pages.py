@@ -293,7 +293,7 @@ async def _subject(asking: Asking, subject: str, group: str) -> dict[str, Any]:
 
 
 def facts_of(rows: Iterable[Mapping[str, Any]], lags: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Return figures of a subject: kept messages, un-acked ones, lag, dead letters."""
+    """Return figures of a subject: kept messages, unacked ones, lag, dead letters."""
     rows, lags = list(rows), list(lags)
     kept = {row["brokerGroup"]: row["nextSequence"] - row["firstSequence"] for row in rows}
     return {
