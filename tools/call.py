@@ -139,7 +139,7 @@ def reachable(addresses: Sequence[Address]) -> Address:
 
 
 def post(address: Address, token: str, arguments: Mapping[str, str], *, timeout_s: float) -> Answer:
-    """Post to /management.
+    """Post a request to /management; return the answer.
 
     Raises:
         CallFailed: no connection, no answer in time, or an answer that is not a metaserver's.

@@ -193,7 +193,7 @@ def _option(parameter: Parameter, secret_unless: Callable[[Arguments], bool]) ->
 
 
 def listing(table: Callable[[Any], Table]) -> Callable[[Any], Iterable[Block]]:
-    """Turn a function that makes one table into a command's `show`."""
+    """Return a command's `show` that makes one table."""
     return lambda data: [table(data)]
 
 

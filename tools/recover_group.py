@@ -126,7 +126,7 @@ def read_copies(
     reports: Iterable[Mapping[str, Any]],
     gone: Iterable[str],
 ) -> list[Copy]:
-    """Combine the reports of metaserver, brokers and disks. The master comes first.
+    """Return the copies of a group, from reports of metaserver, brokers and disks; the master's comes first.
 
     Args:
         brokers: rows of ListBrokers of one group.

@@ -35,7 +35,7 @@ REFUSE, DROP_OLDEST = "refuse", "dropOldest"
 
 
 def switch_consumers(directory: Directory, routes: Routes, rule: Offline, *, offline: bool) -> Plan:
-    """Switch consumers off or on.
+    """Plan OnOffline: switch consumers off or on.
 
     Switching on all consumers of a subject and group also ends the rules for single ones, as in QMQ.
     """
@@ -63,7 +63,7 @@ def offline_json(rule: Offline) -> dict[str, str]:
 
 
 def limit(directory: Directory, routes: Routes, after: OperatorLimits) -> Plan:
-    """Replace the limits of a subject and consumer group."""
+    """Plan SetLimits or LimitGroup: replace the limits of a subject and consumer group."""
     before, others = limits_of(directory, after.key), [limit for limit in directory.limits if limit.key != after.key]
     to = after.dead_letters_to if after.dead_letters_to != before.dead_letters_to else ""
     if to and (reasons := dead_letters_refusal([*others, after], routes, after)):
@@ -333,7 +333,7 @@ async def _consumers(desk: Desk, arguments: Arguments) -> Any:
 
 
 async def _lag(desk: Desk, arguments: Arguments) -> Any:
-    """Sum the progress over broker groups."""
+    """Return the lag of each consumer group, summed over broker groups."""
     answers, unasked = await _answers(desk, arguments, behind_max=arguments.number("limit"))
     now, lags = wall_ms(), dict[tuple[str, str], dict[str, Any]]()
     for name, row in _rows(answers):

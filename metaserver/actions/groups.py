@@ -25,7 +25,7 @@ from qmq.proto import qmq_pb2 as pb
 
 
 def mark_readonly(directory: Directory, routes: Routes, subject: str, group: str, *, readonly: bool) -> Plan:
-    """Route producers of a subject, or of all, away from a group; or end that."""
+    """Plan a mark that routes producers of a subject, or of all, away from a group; or its end."""
     if group not in directory.groups:
         return refused(_no_group(group))
     mark = ReadonlyMark(subject, group)
@@ -66,7 +66,7 @@ def stranded(directory: Directory, routes: Routes, group: str, subjects: Iterabl
 
 
 def set_draining(directory: Directory, routes: Routes, group: str, *, draining: bool) -> Plan:
-    """Stop new subjects and producers of a group; or end that."""
+    """Plan a drain, which stops new subjects and producers of a group; or its end."""
     known = directory.groups.get(group)
     if known is None:
         return refused(_no_group(group))
@@ -92,7 +92,7 @@ def set_draining(directory: Directory, routes: Routes, group: str, *, draining: 
 
 
 def set_tag(directory: Directory, group: str, tag: str) -> Plan:
-    """Set a group's tag. Existing routes stay; the tag counts when a subject gets its route."""
+    """Plan SetGroupTag. Existing routes stay; the tag counts when a subject gets its route."""
     known = directory.groups.get(group)
     if known is None:
         return refused(_no_group(group))
@@ -111,7 +111,7 @@ def set_tag(directory: Directory, group: str, tag: str) -> Plan:
 
 
 def set_failover(directory: Directory, group: str, failover: str) -> Plan:
-    """Turn a group's automatic failover `on`, `off` or to `default`."""
+    """Plan SetFailover: turn a group's automatic failover `on`, `off` or to `default`."""
     known = directory.groups.get(group)
     if known is None:
         return refused(_no_group(group))
@@ -126,7 +126,7 @@ def set_failover(directory: Directory, group: str, failover: str) -> Plan:
 
 
 def acknowledge_loss(directory: Directory, group: str) -> Plan:
-    """Close an accepted loss; the audit trail keeps it."""
+    """Plan AcknowledgeLoss: close an accepted loss; the audit trail keeps it."""
     known = directory.groups.get(group)
     if known is None:
         return refused(_no_group(group))

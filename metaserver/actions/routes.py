@@ -23,7 +23,7 @@ NAMED_MAX = 3
 
 
 def add_new_subject(directory: Directory, subject: str, tag: str, *, now_ms: int) -> Plan:
-    """AddNewSubject: the subject gets its route with its first producer or consumer."""
+    """Plan AddNewSubject. The subject gets its route with its first producer or consumer."""
     if reason := _derived(subject):
         return refused(reason)
     if known := directory.subjects.get(subject):
@@ -34,7 +34,7 @@ def add_new_subject(directory: Directory, subject: str, tag: str, *, now_ms: int
 
 
 def add_group(directory: Directory, routes: Routes, subject: str, group: str, *, now_ms: int) -> Plan:
-    """Add a group to the route of a subject."""
+    """Plan AddSubjectBrokerGroup: add a group to the route of a subject."""
     route = routes.get(subject)
     reasons = [*_unusable(directory, group)]
     if route is None or not route.groups:
@@ -57,7 +57,7 @@ def add_group(directory: Directory, routes: Routes, subject: str, group: str, *,
 
 
 def extend(directory: Directory, routes: Routes, subject: str, related: str, new: str) -> Plan:
-    """Add `new` to the routes with `related`: of one subject, or of all."""
+    """Plan ExtendSubjectRoute: add `new` to the routes with `related`, of one subject or of all."""
     reasons = [*_unusable(directory, new)]
     if related not in directory.groups and not any(related in route.groups for route in routes.values()):
         reasons.append(_no_group(related))
@@ -88,7 +88,7 @@ def remove_group(
     takes_messages: bool,
     forced: bool,
 ) -> Plan:
-    """Remove a group from the route of a subject, or of all.
+    """Plan RemoveSubjectBrokerGroup: remove a group from the route of a subject, or of all.
 
     Args:
         contents: messages of these subjects that the group still holds.
@@ -122,7 +122,7 @@ def remove_group(
 
 
 def remove_subject(routes: Routes, subject: str, *, contents: Mapping[str, Contents], users: int, forced: bool) -> Plan:
-    """Remove a subject's route. Its messages stay on the brokers until retention deletes them.
+    """Plan RemoveSubject: remove a subject's route. Its messages stay on the brokers until retention deletes them.
 
     Args:
         contents: messages that each broker group of the route still holds.

@@ -62,7 +62,8 @@ def judge(group: Group, reported: int, state_of: StateOf, *, given: int = 0) -> 
 
 
 def adopt(group: Group, key: BrokerKey, reported: int, state_of: StateOf, *, given: int = 0) -> RoleChange:
-    """Promote the broker that an operator names, in a term above every reported one and `given`.
+    """Return the change that promotes the broker that an operator names, in a term above every reported one and
+    `given`.
 
     Raises:
         OperatorError: the row is not older than the brokers; the broker is not of the group, or down.

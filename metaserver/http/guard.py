@@ -133,7 +133,9 @@ class Guard:
             raise
 
     def _let_in(self, scope: Scope) -> Caller | None:
-        """Find the route and check the caller's role; without a caller, the route must be open."""
+        """Return the caller, checked for the role that the route needs; None: an open route, or one that
+        `refuses_itself`. Raises Refused.
+        """
         route, allowed = _find(scope)
         endpoint = route.endpoint if route else None
         if is_open(endpoint):

@@ -249,7 +249,7 @@ def slave_refusal(facts: Facts, slave: Broker) -> tuple[Refusal, str] | None:
 
 
 def choose(facts: Facts) -> RoleChange:
-    """Promote the best slave. Only without a refusal.
+    """Return the change that promotes the best slave. Only without a refusal.
 
     The old master becomes a slave. Its frames without enough confirmations are cut when the two connect, so it counts
     as incomplete.

@@ -120,7 +120,8 @@ def parse_port(name: str, text: str) -> int:
 
 
 def add_broker(directory: Directory, broker: Broker) -> RoleChange:
-    """Give `broker` a vacant place of its group, or make it a further slave; the first one creates the group.
+    """Return the change that gives `broker` a vacant place of its group, or makes it a further slave. The first broker
+    creates the group.
 
     One place is reserved for the master.
     """
@@ -159,7 +160,9 @@ def majority(copies: int) -> int:
 
 
 def set_copies(group: Group, min_copies: int) -> RoleChange | None:
-    """Set how many copies, the master's among them, must have a message before it is acknowledged; None: no change."""
+    """Return the change of minCopies: how many copies, the master's among them, must have a message before it is
+    acknowledged. None: no change.
+    """
     check_not_half_swapped(group)
     most = max(len(group.brokers), 2)
     least = majority(most)
@@ -184,7 +187,7 @@ def replace_broker(
     lacking: str = "",
     master_lacking: str = "",
 ) -> tuple[RoleChange | None, Broker]:
-    """Put `broker` in the place of the present holder of its role.
+    """Return the change that puts `broker` in the place of the present holder of its role.
 
     The swap of two stopped brokers takes two calls, as QMQ documents it: the slave into the master's place, which
     leaves the slave's place vacant, then the old master into the slave's. Any other new master would have to hold every
@@ -255,7 +258,8 @@ def require_not_the_last(
 def swap_stopped(
     directory: Directory, broker: Broker, may_be_up: MayBeUp, *, accept_loss: bool = False, lacking: str = ""
 ) -> tuple[RoleChange | None, Broker]:
-    """Exchange master and slave of a group, both stopped, in one step instead of QMQ's two ReplaceBroker calls.
+    """Return the change that exchanges master and slave of a group, both stopped, in place of QMQ's two ReplaceBroker
+    calls.
 
     Args:
         broker: the slave as the new master, or the master as the new slave.
@@ -288,7 +292,7 @@ def swap_stopped(
 
 
 def remove_broker(directory: Directory, broker: Broker, may_be_up: MayBeUp) -> RoleChange:
-    """Remove a stopped broker from its group; the master must be the last one."""
+    """Return the change that removes a stopped broker from its group; the master must be the last one."""
     group = directory.groups[broker.group]
     _require_stopped(group, broker, may_be_up)
     if broker.role == Role.SLAVE:
@@ -310,7 +314,7 @@ def remove_broker(directory: Directory, broker: Broker, may_be_up: MayBeUp) -> R
 
 
 def swap_roles(group: Group, *, term: int, to: BrokerKey | None = None) -> RoleChange:
-    """Exchange the master and a slave after their logs were proven equal.
+    """Return the change that exchanges the master and a slave, after their logs were proven equal.
 
     Args:
         to: the slave; None: the only one.
@@ -329,7 +333,7 @@ def swap_roles(group: Group, *, term: int, to: BrokerKey | None = None) -> RoleC
 
 
 def renew(group: Group, *, above: int) -> RoleChange:
-    """Keep the roles in a new term above `above`."""
+    """Return the change that keeps the roles in a new term above `above`."""
     return replace(_unchanged(group), above=above)
 
 
@@ -465,7 +469,7 @@ def is_older(known: Broker, registering: Broker, term: int, last: ReplicaState |
 
 
 def begin_elsewhere(group: Group, broker: Broker, *, above: int) -> RoleChange:
-    """Keep the roles in a new term above `above`, for a broker that `is_elsewhere`."""
+    """Return the change that keeps the roles in a new term above `above`, for a broker that `is_elsewhere`."""
     master = broker if group.master and group.master.key == broker.key else group.master
     slaves = tuple(broker if slave.key == broker.key else slave for slave in group.slaves)
     return replace(renew(group, above=above), master=master, slaves=slaves)

@@ -446,7 +446,7 @@ class WatchHub:
 
 
 def _refusal(watch: Watch, name: str, why: str) -> Seat:
-    """Refusal that is sent once and not kept."""
+    """Return a refusal that is sent once and not kept."""
     return Seat(watch, Entry(name, "", route_bytes(name, refused=why)))
 
 

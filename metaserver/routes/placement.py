@@ -65,7 +65,7 @@ class Loads:
         return self._subjects.get(group, frozenset())
 
     def subjects(self, group: str) -> int:
-        """Number of subjects."""
+        """Return the number of subjects of a group."""
         return len(self.of(group))
 
 
@@ -139,7 +139,7 @@ class Placement:
         return tuple(sorted(chosen))
 
     def _tiers(self, subject: str) -> list[list[list[_Entry]]]:
-        """Order groups of the subject's tag first, then those without one, then the others."""
+        """Return the groups of the subject's tag, those without a tag, and the others, in order of preference."""
         info = self._directory.subjects.get(subject)
         tag = info.tag if info else ""
         own = [self._open[tag]] if tag and tag in self._open else []

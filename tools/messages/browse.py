@@ -258,7 +258,7 @@ class _Tail:
             return None
 
     async def _seek(self, known: set[str]) -> None:
-        """Also follow broker groups that are added later."""
+        """Follow broker groups that are added later, too."""
         async with asyncio.TaskGroup() as tasks:
             while not self._values["brokerGroup"]:
                 await asyncio.sleep(SEEK_S)
