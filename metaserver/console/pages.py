@@ -37,7 +37,7 @@ from qmq.rights import Caller
 LOG_IN = "LogIn"
 
 
-class Asking:
+class PageRequest:
     """Actions that one request of a browser may run.
 
     Args:
@@ -91,9 +91,9 @@ IN, OUT = "messages in", "messages out"
 CONSUMERS_MAX = 100
 
 
-async def group_rates(asking: Asking, name: str) -> dict[str, Any]:
+async def group_rates(request: PageRequest, name: str) -> dict[str, Any]:
     """Return the values of `rates.html` for a broker group."""
-    answer = await asking.ask_for(RATES_S, "Rates", {"brokerGroup": name})
+    answer = await request.ask_for(RATES_S, "Rates", {"brokerGroup": name})
     for why in (answer.data or {}).get("unasked", {}).values():
         answer = Answer(Status.WAIT, why)
     rates = [
@@ -104,13 +104,13 @@ async def group_rates(asking: Asking, name: str) -> dict[str, Any]:
     return {"answer": answer, "chart": chart_of(rates, wall_ms()), "empty": empty}
 
 
-async def subject_rates(asking: Asking, subject: str, group: str) -> dict[str, Any]:
+async def subject_rates(request: PageRequest, subject: str, group: str) -> dict[str, Any]:
     """Return the values of `subject_live.html`."""
     arguments = {"subject": subject, "group": group}
-    return drawn_of_subject(asking, subject, group, await asking.ask("Consumers", arguments))
+    return drawn_of_subject(request, subject, group, await request.ask("Consumers", arguments))
 
 
-def drawn_of_subject(asking: Asking, subject: str, group: str, consumers: Answer) -> dict[str, Any]:
+def drawn_of_subject(request: PageRequest, subject: str, group: str, consumers: Answer) -> dict[str, Any]:
     """Return the values of `subject_live.html`, from an answer of Consumers: rates, also of each connection."""
     looks: list[Look] = []
     rows, speed = (consumers.data or {}).get("groups", ()), dict[str, float]()
@@ -118,10 +118,10 @@ def drawn_of_subject(asking: Asking, subject: str, group: str, consumers: Answer
     producers = [] if group else sorted((consumers.data or {}).get("producers", ()), key=lambda row: -row["messages"])
     if consumers.done and not consumers.data["unasked"]:  # a partial sum would look like a fall
         now = wall_ms()
-        looks = asking.looks.note(f"{subject} {group}", Look(now, counts_of(rows)))
+        looks = request.looks.note(f"{subject} {group}", Look(now, counts_of(rows)))
         given = {_connection(*pair): pair[1]["delivered"] for pair in each[:CONSUMERS_MAX]}
         given |= {_sender(row): row["messages"] for row in producers[:CONSUMERS_MAX]}
-        steps = per_second(asking.looks.note(f"{subject} {group} consumers", Look(now, given))) if given else []
+        steps = per_second(request.looks.note(f"{subject} {group} consumers", Look(now, given))) if given else []
         speed = dict(steps[-1].values) if steps else {}
     elif consumers.done:
         consumers = Answer(Status.WAIT, "not every broker group answers", data=consumers.data)
@@ -162,18 +162,18 @@ def arguments_of(action: Action, given: Mapping[str, str]) -> dict[str, str]:
     return {name: text.strip() for name, text in given.items() if name in names and text.strip()}
 
 
-async def plan(asking: Asking, action: Action, arguments: Mapping[str, str]) -> dict[str, Any]:
+async def plan(request: PageRequest, action: Action, arguments: Mapping[str, str]) -> dict[str, Any]:
     """Return the plan of a change."""
-    answer = await asking.ask(action.name, {**arguments, DRY_RUN: "true"})
+    answer = await request.ask(action.name, {**arguments, DRY_RUN: "true"})
     shown = answer.data if isinstance(answer.data, dict) and DRY_RUN in answer.data else None
     changed = differences(shown["before"], shown["after"]) if shown else []
     return {"answer": answer, "plan": shown, "differences": changed}
 
 
-async def carry_out(asking: Asking, action: Action, arguments: Mapping[str, str], shown: str) -> Answer:
+async def carry_out(request: PageRequest, action: Action, arguments: Mapping[str, str], shown: str) -> Answer:
     """Make the change, unless its plan differs from the one that was `shown`."""
     has_details = action.parameter(DETAILS) is not None
-    return await asking.ask(action.name, {**arguments, IF_PLAN: shown, **({DETAILS: "true"} if has_details else {})})
+    return await request.ask(action.name, {**arguments, IF_PLAN: shown, **({DETAILS: "true"} if has_details else {})})
 
 
 FILTERS_OF_MESSAGES = ("subject", "id", "tag", "property", "brokerGroup", "sequence")
@@ -188,7 +188,7 @@ DUMP_BYTES, ALONE_DUMP_BYTES = 64, 1_024
 
 Query = Mapping[str, str]
 """Query string of the page; missing values are empty."""
-Ask = Callable[[Asking, Query], Awaitable[dict[str, Any]]]
+ReadValues = Callable[[PageRequest, Query], Awaitable[dict[str, Any]]]
 
 ROWS = 100
 """Number of groups, subjects or messages per page."""
@@ -212,14 +212,14 @@ class Page:
     path: str
     title: str
     template: str
-    ask: Ask
+    read_values: ReadValues
     section: str = ""
 
 
-async def overview(asking: Asking, query: Query) -> dict[str, Any]:
-    groups = await asking.ask("ListBrokerGroups")
-    surveyor, survey = asking.surveyor, None
-    if surveyor is not None and asking.caller is not None:
+async def overview(request: PageRequest, query: Query) -> dict[str, Any]:
+    groups = await request.ask("ListBrokerGroups")
+    surveyor, survey = request.surveyor, None
+    if surveyor is not None and request.caller is not None:
         survey = surveyor.see()
     wanted, state = query["name"], query["state"]
     rows = [row for row in groups.data or () if wanted in row["groupName"]]
@@ -228,55 +228,55 @@ async def overview(asking: Asking, query: Query) -> dict[str, Any]:
     rows.sort(key=lambda row: row["writable"])  # urgent rows come first
     paged = _paged(rows, query)
     front = front_of(survey, surveyor.history if surveyor else History(), paged["rows"], wall_ms())
-    return {"groups": groups, "counts": counts, "is_known": asking.caller is not None, **paged, **front}
+    return {"groups": groups, "counts": counts, "is_known": request.caller is not None, **paged, **front}
 
 
-async def _group(asking: Asking, query: Query) -> dict[str, Any]:
+async def _group(request: PageRequest, query: Query) -> dict[str, Any]:
     arguments = {"brokerGroup": query["name"]}
     groups, status, readonly, rates = await asyncio.gather(
-        asking.ask("ListBrokerGroups", arguments),
-        asking.ask("ReplicaStatus", arguments),
-        asking.ask("ListReadonly", arguments),
-        group_rates(asking, query["name"]),
+        request.ask("ListBrokerGroups", arguments),
+        request.ask("ReplicaStatus", arguments),
+        request.ask("ListReadonly", arguments),
+        group_rates(request, query["name"]),
     )
     group = next((row for row in groups.data or () if row["groupName"] == arguments["brokerGroup"]), None)
     found = {"group": group, "groups": groups, "status": status, "readonly": readonly, **rates}
-    survey = asking.surveyor.see() if asking.surveyor and asking.caller else None
+    survey = request.surveyor.see() if request.surveyor and request.caller else None
     parts = [row for row in survey.processes if row.group == query["name"]] if survey and group else []
     line = survey.rates.get(query["name"], {}) if survey else {}
     return found | {"parts": parts, "line": line, "actions": of_broker_group(group) if group else []}
 
 
-async def _doctor(asking: Asking, query: Query) -> dict[str, Any]:
-    return {"doctor": await asking.ask("Doctor")}
+async def _doctor(request: PageRequest, query: Query) -> dict[str, Any]:
+    return {"doctor": await request.ask("Doctor")}
 
 
-async def _subjects(asking: Asking, query: Query) -> dict[str, Any]:
+async def _subjects(request: PageRequest, query: Query) -> dict[str, Any]:
     arguments = {"prefix": query["prefix"], "after": query["after"], "brokerGroup": query["group"], "limit": ROWS + 1}
-    routes = await asking.ask("ListSubjectRoutes", arguments)
+    routes = await request.ask("ListSubjectRoutes", arguments)
     return {"routes": routes, "rows": (routes.data or [])[:ROWS], "more": len(routes.data or ()) > ROWS}
 
 
-async def _consumers(asking: Asking, query: Query) -> dict[str, Any]:
+async def _consumers(request: PageRequest, query: Query) -> dict[str, Any]:
     """Return the values of one subject, or of one of its consumer groups; else the groups with the largest lag."""
     if query["subject"]:
-        return await _subject(asking, query["subject"], query["group"])
-    count = len((await asking.ask("ListBrokerGroups")).data or ())
+        return await _subject(request, query["subject"], query["group"])
+    count = len((await request.ask("ListBrokerGroups")).data or ())
     if count > ASKED_MAX and query["all"] != "yes":
         return {"lag": None, "count": count}
-    return {"lag": await asking.ask("Lag", {"group": query["group"], "limit": ROWS}), "count": count}
+    return {"lag": await request.ask("Lag", {"group": query["group"], "limit": ROWS}), "count": count}
 
 
-async def _subject(asking: Asking, subject: str, group: str) -> dict[str, Any]:
+async def _subject(request: PageRequest, subject: str, group: str) -> dict[str, Any]:
     arguments = {"subject": subject, "group": group}
     lag, consumers, limits, route, clients = await asyncio.gather(
-        asking.ask("Lag", arguments),
-        asking.ask("Consumers", arguments),
-        asking.ask("ListLimits", {"subject": subject}),
-        asking.ask("QuerySubjectRoute", {"subject": subject}),
-        asking.ask_for(CLIENTS_S, "Clients", {"subject": subject, "limit": ROWS}),
+        request.ask("Lag", arguments),
+        request.ask("Consumers", arguments),
+        request.ask("ListLimits", {"subject": subject}),
+        request.ask("QuerySubjectRoute", {"subject": subject}),
+        request.ask_for(CLIENTS_S, "Clients", {"subject": subject, "limit": ROWS}),
     )
-    drawn = drawn_of_subject(asking, subject, group, consumers)
+    drawn = drawn_of_subject(request, subject, group, consumers)
     rows = (lag.data or {}).get("lag", ())
     return {
         "lag": lag,
@@ -286,7 +286,7 @@ async def _subject(asking: Asking, subject: str, group: str) -> dict[str, Any]:
         "limits": [row for row in limits.data or () if row["group"] in ("*", group) or not group],
         "route": route,
         "clients": clients,
-        "lag_chart": _lag_chart(asking, subject, [row["group"] for row in rows]),
+        "lag_chart": _lag_chart(request, subject, [row["group"] for row in rows]),
         "actions": of_consumer_group() if group else of_subject(),
         **drawn,
     }
@@ -308,12 +308,12 @@ def facts_of(rows: Iterable[Mapping[str, Any]], lags: Iterable[Mapping[str, Any]
     }
 
 
-def _lag_chart(asking: Asking, subject: str, groups: Iterable[str]) -> dict[str, Any] | None:
+def _lag_chart(request: PageRequest, subject: str, groups: Iterable[str]) -> dict[str, Any] | None:
     """Return the chart of the lag over the last hours, from the survey's history."""
-    if asking.surveyor is None or asking.caller is None:
+    if request.surveyor is None or request.caller is None:
         return None
-    asking.surveyor.see()
-    history = asking.surveyor.history
+    request.surveyor.see()
+    history = request.surveyor.history
     series = {group: history.long("lag", subject, group) for group in list(groups)[:SERIES_MAX]}
     values: dict[int, dict[str, float]] = {}
     for group, points in series.items():
@@ -322,30 +322,30 @@ def _lag_chart(asking: Asking, subject: str, groups: Iterable[str]) -> dict[str,
     return chart_of([Rates(at_ms, values[at_ms]) for at_ms in sorted(values)], wall_ms(), LAG_MS)
 
 
-async def _trail(asking: Asking, query: Query) -> dict[str, Any]:
+async def _trail(request: PageRequest, query: Query) -> dict[str, Any]:
     arguments = {name: query[name] for name in ("who", "name", "brokerGroup", "subject", "before", "request")}
     since, until, wrong = _times(query)
-    return {"trail": await asking.ask("AuditTrail", {**arguments, "since": since, "until": until}), "wrong": wrong}
+    return {"trail": await request.ask("AuditTrail", {**arguments, "since": since, "until": until}), "wrong": wrong}
 
 
-async def _audit(asking: Asking, query: Query) -> dict[str, Any]:
+async def _audit(request: PageRequest, query: Query) -> dict[str, Any]:
     """Return the nights of the ledger. It is a directory, so no action checks rights: callers with the right to the
     whole trail see it.
     """
-    if asking.caller is None or asking.caller.scope.subjects or asking.caller.scope.groups:
+    if request.caller is None or request.caller.scope.subjects or request.caller.scope.groups:
         return {"set": True, "trouble_of_ledger": "this needs a token for all subjects and groups", "status": []}
-    if asking.nights is None:
+    if request.nights is None:
         return {"set": False, "trouble_of_ledger": "", "status": []}
-    groups = await asking.ask("ListBrokerGroups")
+    groups = await request.ask("ListBrokerGroups")
     there = {row["groupName"] for row in groups.data} if groups.done else None
     try:
-        nights = await asyncio.to_thread(asking.nights.shown, query["group"], now_ms=wall_ms(), there=there)
+        nights = await asyncio.to_thread(request.nights.shown, query["group"], now_ms=wall_ms(), there=there)
     except (LedgerDamaged, OSError) as error:
         return {"set": True, "trouble_of_ledger": str(error), "status": []}
     return {"set": True, "trouble_of_ledger": "", **nights}
 
 
-async def _messages(asking: Asking, query: Query) -> dict[str, Any]:
+async def _messages(request: PageRequest, query: Query) -> dict[str, Any]:
     """Return stored messages; with `dead`, the dead letters of that consumer group; with `live`, the newest as they
     come.
     """
@@ -356,17 +356,17 @@ async def _messages(asking: Asking, query: Query) -> dict[str, Any]:
     arguments |= {"deadLettersOf": query["dead"], "since": since, "until": until}
     arguments["limit"] = TAIL if query["live"] else ROWS
     arguments["bodyBytes"] = most = ALONE_CHARS_MAX if query["id"] else CONTENT_CHARS_MAX
-    found = await asking.ask("Browse", arguments)
+    found = await request.ask("Browse", arguments)
     return {"found": found, "wrong": wrong, "shown": shown_messages(found, most, is_dead=bool(query["dead"]))}
 
 
-async def tail(asking: Asking, query: Query) -> dict[str, Any]:
+async def tail(request: PageRequest, query: Query) -> dict[str, Any]:
     """Return the newest messages. With a filter only those of the last seconds: a search through all takes long."""
     arguments: dict[str, Any] = {name: query[name] for name in FILTERS_OF_MESSAGES}
     arguments |= {"limit": TAIL, "bodyBytes": CONTENT_CHARS_MAX}
     if any(query[name] for name in ("id", "tag", "property")):
         arguments["since"] = wall_ms() - TAIL_MS
-    found = await asking.ask("Browse", arguments)
+    found = await request.ask("Browse", arguments)
     return {"found": found, "shown": shown_messages(found, CONTENT_CHARS_MAX, is_dead=False)}
 
 
@@ -388,37 +388,37 @@ def shown_messages(found: Answer, chars_max: int, *, is_dead: bool) -> list[dict
     return shown
 
 
-async def _delayed(asking: Asking, query: Query) -> dict[str, Any]:
+async def _delayed(request: PageRequest, query: Query) -> dict[str, Any]:
     since, until, wrong = _times(query)
     arguments = {"subject": query["subject"], "since": since, "until": until}
     stats, listed, schedules = await asyncio.gather(
-        asking.ask("DelayStats", {"subject": query["subject"]}),
-        asking.ask("ListDelayed", arguments),
-        asking.ask("ListSchedules", {"subject": query["subject"], "owner": query["owner"], "limit": ROWS}),
+        request.ask("DelayStats", {"subject": query["subject"]}),
+        request.ask("ListDelayed", arguments),
+        request.ask("ListSchedules", {"subject": query["subject"], "owner": query["owner"], "limit": ROWS}),
     )
     drawn = bars_of(stats.data["hours"] if stats.done else (), wall_ms())
     return {"stats": stats, "listed": listed, "schedules": schedules, "wrong": wrong, "drawn": drawn}
 
 
-async def _outbox(asking: Asking, query: Query) -> dict[str, Any]:
+async def _outbox(request: PageRequest, query: Query) -> dict[str, Any]:
     """Return the outboxes registered at the metaserver, and their rows as reported by the watchdogs."""
     arguments = {"room": query["room"], "database": query["database"], "limit": ROWS}
     seconds = STUCK_S if query["database"] else OUTBOX_S
     databases, watchdogs, stuck = await asyncio.gather(
-        asking.ask("ListDbs"), asking.ask("ListWatchdogs"), asking.ask_for(seconds, "OutboxStuck", arguments)
+        request.ask("ListDbs"), request.ask("ListWatchdogs"), request.ask_for(seconds, "OutboxStuck", arguments)
     )
     shown = list(_of_rows((stuck.data or {}).get("databases", ()), ROWS))
     return {"databases": databases, "watchdogs": watchdogs, "stuck": stuck, "stuck_shown": shown}
 
 
-async def _tokens(asking: Asking, query: Query) -> dict[str, Any]:
-    tokens = await asking.ask("ListTokens")
+async def _tokens(request: PageRequest, query: Query) -> dict[str, Any]:
+    tokens = await request.ask("ListTokens")
     rows = sorted(tokens.data or (), key=lambda row: (not row["valid"], row["name"], row["created"]))
     return {"tokens": tokens, **_paged(rows, query)}
 
 
-async def _settings(asking: Asking, query: Query) -> dict[str, Any]:
-    answer = await asking.ask("Settings", {"brokerGroup": query["group"]})
+async def _settings(request: PageRequest, query: Query) -> dict[str, Any]:
+    answer = await request.ask("Settings", {"brokerGroup": query["group"]})
     return {"settings": answer, "kinds": settings_by_kind((answer.data or {}).get("processes", ()))}
 
 
@@ -432,8 +432,8 @@ def settings_by_kind(processes: Iterable[Mapping[str, Any]]) -> dict[str, dict[s
     return kinds
 
 
-async def _definitions(asking: Asking, query: Query) -> dict[str, Any]:
-    answer = await asking.ask("ExportDefinitions")
+async def _definitions(request: PageRequest, query: Query) -> dict[str, Any]:
+    answer = await request.ask("ExportDefinitions")
     counts = {name: len(rows) for name, rows in (answer.data or {}).items() if isinstance(rows, list)}
     return {"definitions": answer, "counts": counts}
 

@@ -23,7 +23,16 @@ from qmq.metaserver.actions import ACTIONS, Status
 from qmq.metaserver.console import display, offers, pages
 from qmq.metaserver.console.display import Looks
 from qmq.metaserver.console.nights import Nights
-from qmq.metaserver.console.pages import LOG_IN, PAGES, SECTIONS, Asking, Page, group_rates, overview, subject_rates
+from qmq.metaserver.console.pages import (
+    LOG_IN,
+    PAGES,
+    SECTIONS,
+    Page,
+    PageRequest,
+    group_rates,
+    overview,
+    subject_rates,
+)
 from qmq.metaserver.console.sessions import ATTEMPT_MS, LASTS_MS, Attempt, ProviderPort, Sessions
 from qmq.metaserver.console.survey import Surveyor
 from qmq.metaserver.http.endpoints import ActionsPort
@@ -244,12 +253,14 @@ class Console:
         async def show(visit: Visit) -> Response:
             if visit.caller is None and not self._open_lists:
                 return _to_login(visit)
-            return self._page(visit, page.template, title=page.title, **await page.ask(self._asks(visit), visit.query))
+            return self._page(
+                visit, page.template, title=page.title, **await page.read_values(self._page_request(visit), visit.query)
+            )
 
         return show
 
-    def _asks(self, visit: Visit) -> Asking:
-        return Asking(
+    def _page_request(self, visit: Visit) -> PageRequest:
+        return PageRequest(
             self._actions,
             visit.caller,
             self._looks,
@@ -262,23 +273,23 @@ class Console:
         """Return the part of a page that its script refreshes."""
         if visit.caller is None and not self._open_lists:
             return Response(status_code=401)
-        asking, query = self._asks(visit), visit.query
+        page_request, query = self._page_request(visit), visit.query
         if query["subject"]:
-            drawn = await subject_rates(asking, query["subject"], query["group"])
+            drawn = await subject_rates(page_request, query["subject"], query["group"])
             return self._part("subject_live.html", **drawn)
-        return self._part("rates.html", **await group_rates(asking, query["brokerGroup"]))
+        return self._part("rates.html", **await group_rates(page_request, query["brokerGroup"]))
 
     async def _renew_tail(self, visit: Visit) -> Response:
         """Return the newest messages, for the live tail."""
         if visit.caller is None:
             return Response(status_code=401)
-        found = await pages.tail(self._asks(visit), visit.query)
+        found = await pages.tail(self._page_request(visit), visit.query)
         return self._part("tail.html", **found, query=visit.query, link=_link)
 
     async def _renew_overview(self, visit: Visit) -> Response:
         if visit.caller is None and not self._open_lists:
             return Response(status_code=401)
-        shown = await overview(self._asks(visit), visit.query)
+        shown = await overview(self._page_request(visit), visit.query)
         return self._part("live.html", **shown, query=visit.query, link=_link, root=ROOT, now_ms=wall_ms())
 
     def _part(self, template: str, **context: Any) -> Response:
@@ -288,7 +299,7 @@ class Console:
     async def _send_definitions(self, visit: Visit) -> Response:
         if visit.caller is None:
             return _to_login(visit)
-        answer = await self._asks(visit).ask("ExportDefinitions")
+        answer = await self._page_request(visit).ask("ExportDefinitions")
         if not answer.done:
             return self._page(visit, "refused.html", 403, title="Refused", why=answer.message)
         text = json.dumps(answer.data, ensure_ascii=False, indent=1) + "\n"
@@ -322,19 +333,19 @@ class Console:
             return self._page(
                 visit, "refused.html", 404, title="Refused", why="the console does not offer this change; use the tools"
             )
-        asking, arguments = (
-            Asking(self._actions, visit.caller, self._looks, open_lists=False),
+        page_request, arguments = (
+            PageRequest(self._actions, visit.caller, self._looks, open_lists=False),
             pages.arguments_of(action, visit.form),
         )
         if not visit.caller.may(action.role):
             why = f"token {visit.caller.name} has the role {visit.caller.role}; this needs {action.role}"
             return self._page(visit, "refused.html", 403, title="Refused", why=why)
         if visit.form["step"] == "confirm":
-            answer = await pages.carry_out(asking, action, arguments, visit.form["plan"])
+            answer = await pages.carry_out(page_request, action, arguments, visit.form["plan"])
             return self._page(
                 visit, "changed.html", title=action.name, action=action, arguments=arguments, answer=answer
             )
-        planned = await pages.plan(asking, action, arguments)
+        planned = await pages.plan(page_request, action, arguments)
         return self._page(
             visit, "change.html", title=action.name, action=action, arguments=arguments, step="plan", **planned
         )
