@@ -350,6 +350,15 @@ def test_repaired_damage_is_no_rollback():
     assert group.b.node.readonly_reasons == ["rolled_back"]
 
 
+def test_rollback_shows_after_the_repair():
+    group, lost = stored(), Point(Epoch(1, 1), 1 << 40, 7)
+    begin = unreplayed(group.b, first_of_newest(group.b))
+    group.b.node.remembered_elsewhere([lost])
+    wanted = group.b.node.repairs.plan(0, group.a.log.flushed_end)
+    group.b.node.repairs.apply(begin, group.a.log.stored.read_bytes(*wanted))
+    assert group.b.node.readonly_reasons == ["rolled_back"]
+
+
 def test_restored_point_is_no_longer_lacking():
     group = stored()
     own = Point(group.a.master.epoch, group.a.log.end, group.a.log.chain)

@@ -79,6 +79,13 @@ def test_new_slave_waits_while_the_group_continues():
     assert not copies.c.slave.has_matched and copies.a.master.shipped_end == copies.a.log.end
 
 
+def test_order_for_another_filling_changes_nothing():
+    copies = with_new_c()
+    link = copies.wires["c"].at_master
+    heed(copies, "manual", ("another/0", True))
+    assert copies.state("c") is FollowerState.UNFILLED and link.is_open
+
+
 def test_manual_mode_continues_a_filling_under_way():
     copies = with_new_c()
     wire = copies.wires["c"]
@@ -101,6 +108,15 @@ def test_stop_order_does_not_stop_catching_up():
     assert copies.state("c") is FollowerState.CATCHING_UP
     copies.a.assign(Role.MASTER, 1, slaves=2, fills=((fill_id(copies.c), False),))
     assert copies.state("c") is FollowerState.CATCHING_UP and link.is_open
+
+
+def test_stop_order_does_not_stop_slave_in_sync():
+    copies = with_new_c()
+    order = fill_id(copies.c)
+    heed(copies, "manual", (order, True))
+    link = copies.wires["c"].at_master
+    heed(copies, "manual", (order, False))
+    assert copies.state("c") is FollowerState.IN_SYNC and link.is_open
 
 
 def test_fill_order_survives_a_new_master():

@@ -16,6 +16,7 @@ from qmq.tools.findings import (
     judge_group,
     judge_limits,
     judge_states,
+    judge_versions,
     ok,
     parse_metrics,
     read_clock,
@@ -47,6 +48,11 @@ def test_http_date_is_precise_to_a_second():
         date_ms = (1_000_000_040 + real_ahead_ms) // 1000 * 1000
         clock = read_clock(date_ms, sent_ms=1_000_000_000, received_ms=1_000_000_080)
         assert abs(clock.ahead_ms - real_ahead_ms) <= clock.uncertain_ms
+
+
+def test_each_version_names_all_its_processes():
+    (mixed,) = judge_versions({"a": "1", "b": "2", "c": "2"})
+    assert mixed.found == "1: a; 2: b, c"
 
 
 def group(**changes):
