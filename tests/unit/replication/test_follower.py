@@ -39,6 +39,16 @@ def test_confirmation_of_another_log_is_divergence():
     assert group.a.master.slaves.all[0].follower.state is S.IN_SYNC and not group.a.master.readonly.reasons
 
 
+def test_matched_slave_clears_the_divergence():
+    copies = Copies(min_copies=3).start()
+    copies.cut("c")
+    copies.b.slave._confirm(copies.a.log.end, 0xBAD)
+    copies.wires["b"].to_master()
+    assert copies.a.node.readonly_reasons == [Reason.DIVERGED, Reason.SLAVE_DOWN]
+    copies.wires["b"].agree()
+    assert copies.state("b") is S.IN_SYNC and copies.a.node.readonly_reasons == [Reason.SLAVE_DOWN]
+
+
 def test_follower_states_have_their_own_fields():
     follower = Follower()
     with pytest.raises(IllegalTransition):
