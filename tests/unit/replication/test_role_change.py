@@ -153,6 +153,17 @@ def test_promise_survives_a_restart():
     assert not copies.c.node.changes.is_held
 
 
+def test_row_below_a_promise_is_ignored():
+    """The copy keeps its role: it may already follow the master of a newer term."""
+    group = group_at_rest()
+    node, role = group.b.node, group.b.node.role
+    node.identity.promise(3)
+    group.b.assign(Role.MASTER, 2)
+    assert node.role is role and node.assignment.term == 1
+    group.b.assign(Role.MASTER, 3)
+    assert node.master is not None
+
+
 def test_restarted_copy_promises_only_without_its_master():
     """Its disk may have been rolled back. It must also have been a whole copy."""
     copies = Copies().start(connected="c")
