@@ -125,6 +125,16 @@ def test_late_batch_is_repeated_as_long_as_others():
     assert {attempt[0] for attempt in copies.senders.attempts} == {"g1"}
     copies.run(5_000)
     assert {attempt[0] for attempt in copies.senders.attempts} == {"g1", "g2"}
+    assert len({attempt[:3] for attempt in copies.senders.attempts}) == 2, "repeated under the same number"
+
+
+def test_batch_of_unknown_outcome_stays_at_the_only_group():
+    """Under another number the group would store it twice."""
+    copies, producer = a_group(unknown_ms=2_000)
+    copies.senders.mute.add("g1")
+    producer.delayed(copies.now_ms, "m")
+    copies.run(15_000)
+    assert len(copies.senders.attempts) > 2 and len({attempt[:3] for attempt in copies.senders.attempts}) == 1
 
 
 def test_given_up_batch_avoids_its_group_despite_keys():

@@ -401,3 +401,17 @@ def test_illegal_follower_transition_restarts_the_mastership(monkeypatch):
     assert FOLLOWER.illegal == illegal + 1 and group.a.master.epoch > epoch
     group.agree()
     assert states(group) == [S.CATCHING_UP, S.IN_SYNC] and group.a.node.writable
+
+
+def test_unsafe_pull_waits_while_enough_slaves_are_left():
+    copies = Copies().start()
+    client = Client(copies.a, settle=copies.settle)
+    client.join()
+    client.produce("m")
+    waiting = client.pull(timeout_ms=60_000)
+    copies.a.host.settle()
+    assert copies.a.master.gate.waiting == 2
+    copies.cut("c")
+    assert not client.answered(waiting)
+    copies.cut("b")
+    assert client.code(waiting) == ErrorCode.NOT_SERVED
