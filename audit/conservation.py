@@ -28,6 +28,8 @@ ENTRIES_MAX = 10_000
 
 
 class Range(NamedTuple):
+    """Messages `[begin, end)` of one state."""
+
     begin: int
     end: int
     state: str

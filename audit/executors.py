@@ -84,7 +84,7 @@ def outcome_of(step: Callable[[Any], Any], task: Any) -> Any:
 
 
 class Executor(Protocol):
-    """Runs the tasks of one wave of broker groups."""
+    """Executor of the tasks of one wave of broker groups."""
 
     def fold(
         self, tasks: Sequence[Any], read: Read, stages: Sequence[Stage], store: Callable[[Rows], None] | None = None
@@ -96,7 +96,7 @@ class Executor(Protocol):
 
 
 class InProcess:
-    """Runs tasks one after the other in this process."""
+    """Executor of tasks in this process, one after the other."""
 
     def fold(
         self, tasks: Sequence[Any], read: Read, stages: Sequence[Stage], store: Callable[[Rows], None] | None = None
@@ -115,7 +115,7 @@ class InProcess:
 
 
 class OnSpark:
-    """Runs tasks in a Spark session of its own, all of them in one action.
+    """Executor of tasks in a Spark session of its own, all of them in one action.
 
     Each action takes settings of the session. The caller's session keeps its own, and runs other audits meanwhile.
     """

@@ -95,6 +95,7 @@ class Gathering:
         self._listed: Counter[str] = Counter()
 
     def take(self, window: Window) -> None:
+        """Take the next window of the piece."""
         facts = self._facts
         facts.size += len(window.data)
         for problem in window.problems:

@@ -166,7 +166,7 @@ class FrameOrder:
         self.uncovered = None
 
     def forget(self) -> None:
-        """Frames are missing here, so the next frame may begin an epoch without its epoch frame."""
+        """Forget epoch and times: frames are missing, so the next one may begin an epoch without its epoch frame."""
         self.last_epoch = self.epoch = NO_EPOCH
         self._end_uncovered()
         self._forget_times()
@@ -196,6 +196,7 @@ class FrameOrder:
         return problem_of(frame, FindingKind.TIME, f"its time is more than {ahead_s} s ahead of the audit's clock")
 
     def _time(self, frame: Frame) -> Iterator[Problem]:
+        """Check a frame's time. If it is too far back, the time before the last one decides which one is wrong."""
         now_ms = frame.timestamp_ms
         if now_ms > self.until_ms:
             yield self._ahead(frame)

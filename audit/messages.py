@@ -186,6 +186,7 @@ class Messages:
         return data[at].astype(np.int64) << 8 | data[at + 1]
 
     def _parse(self) -> Fields:
+        """Locate the fields of all messages, one field of all of them at a time."""
         data, begins, ends = self._data, self._begins, self._ends
         last = len(data) - 1
         whole = ends - begins >= MESSAGE_BYTES_MIN

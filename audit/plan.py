@@ -251,6 +251,7 @@ def _derived_of(segment: Segment) -> Iterator[tuple[str, str, Any]]:
 
 
 def _judge_of(about: Context, key: str, setup: Any) -> Judge:
+    """Return a new judge of a key."""
     if key == GROUP:
         begins, before, kept = setup
         return LogJudge(about.until_ms, begins, about.begin, before=before, kept=kept)

@@ -206,6 +206,7 @@ class GroupAnswer:
         self._more: dict[str, Counter[str]] = {name: Counter() for name in names}
 
     def take(self, copy: str, kind: str, row: Row) -> None:
+        """Take a row of a judge."""
         copies = self.names if copy == ALL else (copy,)
         if kind == FINDING:
             self._findings.append((copy, row))

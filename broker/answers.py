@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Counters(ProduceCounters):
+    """Counts of one process for its metrics; they outlive masterships."""
+
     pulled_messages: int = 0
     acked_messages: int = 0
     dead_letters: Counter[tuple[str, str]] = field(default_factory=Counter)

@@ -89,6 +89,7 @@ class Delivery:
     # Requests.
 
     def subscribe(self, link: Link, packet: Packet) -> None:
+        """Subscribe a consumer. A group without a position here begins; its SUBSCRIBE may wait for the metaserver."""
         mastership = self._mastership
         mastership.check_may_progress()
         f = read_terms(packet)
@@ -440,7 +441,7 @@ class Delivery:
             waiting.link.answer(waiting.packet, code=ErrorCode.NO_MESSAGE)
 
     def quiet_ms(self) -> int:
-        """See `Master.quiet_ms`: until then no pull is overdue, no lease ends, and no retry is due."""
+        """Return for how long no pull is overdue, no lease ends, and no retry is due; see `Master.quiet_ms`."""
         mastership, now_ms = self._mastership, self._mastership.host.monotonic_ms()
         if not mastership.has_begun or self.serving.dead_letters.has_any or self.serving.filters.has_unwritten:
             return 0

@@ -162,6 +162,7 @@ class FilteredScan:
     # New messages.
 
     def _scan_new(self) -> None:
+        """Decide about new messages, from the group's position or the end of an unwritten scan on."""
         group, group_filter = self._group, self._group_filter
         written, self._is_border, self._suspected = len(self._entries), True, 0
         at, end = group.position, self._log.state.next_sequence.get(self._subject, 0)

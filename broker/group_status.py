@@ -283,6 +283,8 @@ class Backlog(NamedTuple):
 
 
 class _Oldest(NamedTuple):
+    """Oldest message of a group that is not acked."""
+
     sequence: int
     stored_ms: int
 

@@ -58,6 +58,8 @@ class Reset(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ConsumerProgress:
+    """Progress of one consumer of a group."""
+
     consumer: str
     unacked: int
     peer: str
@@ -68,6 +70,8 @@ class ConsumerProgress:
 
 @dataclass(frozen=True, slots=True)
 class GroupProgress:
+    """Progress of one consumer group on one subject."""
+
     subject: str
     group: str
     first_sequence: int

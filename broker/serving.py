@@ -112,6 +112,8 @@ Key = tuple[str, str]
 
 @dataclass(slots=True)
 class _Bucket:
+    """Token bucket of one group's rate: a token is a message."""
+
     per_second: int
     filled_ms: int
     tokens: float = 1.0

@@ -178,6 +178,7 @@ class Lengths:
         return refs
 
     def _new(self, key: Key, position: int) -> int:
+        """Continue the count of the bytes not delivered to a group; return the bytes counted so far."""
         self._unfinished.pop(key, None)
         end = self._log.state.next_sequence.get(key[0], 0)
         refs = self._log.frames(key[0], position, 1) if position < end else []

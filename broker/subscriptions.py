@@ -93,6 +93,8 @@ def _replaced(consumer: str) -> SubscriptionReplaced:
 
 
 class WaitingPull(NamedTuple):
+    """PULL without an answer. `deadline_ms`: by the monotonic clock of the host."""
+
     link: Link
     packet: Packet
     pull: Pull
@@ -101,6 +103,8 @@ class WaitingPull(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Subscription:
+    """Subscription of one consumer on one connection."""
+
     id: int
     link: Link
     subject: str

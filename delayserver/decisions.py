@@ -28,6 +28,8 @@ LATENESS_MS_BUCKETS = (5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 6
 
 @dataclass(slots=True)
 class Counters(ProduceCounters):
+    """Counts of one process for its metrics; they outlive masterships."""
+
     sent_messages: int = 0
     sent_batches: int = 0
     not_stored_batches: int = 0

@@ -294,6 +294,7 @@ class Flights:
             self._senders.send(batch.group, batch.numbered, lambda answer: self._answered(batch, answer))
 
     def _answered(self, batch: Flight, answer: Answer) -> None:
+        """Settle a batch by its answer, or repeat it if its outcome is unknown."""
         if self._is_over or batch.key not in self.open:
             return
         now_ms = self._mastership.host.monotonic_ms()

@@ -82,7 +82,7 @@ async def _send(senders: NumberedSender) -> None:
 
 
 async def _beat(service: Service[DelayMaster], filing: ScheduleFiler) -> None:
-    """Beat the master, or let a slave file its log; and flush the schedule."""
+    """Start passes of the master, or file the log of a slave, and flush the schedule, at short intervals."""
 
     def beat() -> None:
         master = service.node.master

@@ -107,6 +107,7 @@ class Cron:
         return ((moment - _EPOCH) // _MS for moment in moments)
 
     def _fixed(self, after: datetime) -> Iterator[datetime]:
+        """Yield one moment for each wall-clock time that matches."""
         last = after
         for wall in CronSim(self.expression, self._wall(after)):
             moment = self._moment(wall)
@@ -123,6 +124,7 @@ class Cron:
         return self._change(earlier, moment) or moment
 
     def _repeated(self, after: datetime) -> Iterator[datetime]:
+        """Yield each moment at which the clock shows a time that matches, across changes of its offset."""
         at, wall, is_over = after, self._wall(after), False
         while not is_over:
             offset, is_over = self._offset(at), True

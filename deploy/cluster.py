@@ -411,7 +411,7 @@ class Cluster:
 
 
 def lock_directory(run_dir: Path) -> IO[str]:
-    """Own a run directory while the returned file is open; it holds the owner's pid.
+    """Lock a run directory while the returned file is open; the file holds the owner's pid.
 
     Raises:
         AlreadyRunning: another process owns it.

@@ -53,6 +53,8 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
+    """Panel of a dashboard."""
+
     title: str
     queries: tuple[Query, ...]
     unit: Unit = Unit.NONE

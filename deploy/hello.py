@@ -21,6 +21,7 @@ SUBJECT, WAIT_S = "order.changed", 5.0
 
 
 async def hello(metaserver: str, token: str | None) -> None:
+    """Send a message and receive it; exit with an error if that fails."""
     async with qmq.Producer(metaserver=metaserver, app="hello", token=token) as producer:
         receipt = await producer.send(qmq.Message(SUBJECT, {"orderNo": "42"}, tags={"pay"}))
         print(f"sent: {receipt.outcome} {receipt.reason}".rstrip())

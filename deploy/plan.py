@@ -59,6 +59,8 @@ class BrokerPlan:
 
 @dataclass(frozen=True)
 class Plan:
+    """Ports, token, key and brokers of one local cluster."""
+
     token: str
     http_port: int
     grpc_port: int

@@ -129,7 +129,7 @@ class Service:
 
 
 def stop_all(services: list[Service]) -> None:
-    """Ask all to end at once, then wait for each within one bound."""
+    """Send SIGTERM to all services at once, then wait for each within one bound."""
     for service in services:
         service.signal(signal.SIGTERM)
     deadline = time.monotonic() + TERM_S

@@ -92,6 +92,7 @@ class MetaLink:
         return [(group.broker_group, str(Endpoint(group.master.ip, group.master.control_port))) for group in groups]
 
     async def _ask(self, question: Callable[[Any, dict[str, Any]], Awaitable[T]], answer_s: float = ANSWER_S) -> T:
+        """Ask the metaserver. Raise NotServed without a timely answer, and AccessError for an unknown token."""
         more = {"metadata": token_metadata(self._settings.token), "timeout": answer_s}
         try:
             async with asyncio.timeout(answer_s):

@@ -236,7 +236,7 @@ class Watcher:
         return {"databases": [*answers, *(problem for problem in problems if database in ("", problem["database"]))]}
 
     async def _ask(self, source: Source, question: Callable[[Questions], T]) -> T:
-        """Ask a question on a thread; raise NotServed if the database is unusable, or too slow."""
+        """Run a question on a thread; raise NotServed if the database is unusable, or too slow."""
 
         def ask() -> T:
             questions = Questions(open_source(source), source)

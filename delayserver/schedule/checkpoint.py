@@ -49,6 +49,8 @@ CHECKPOINT = f"{FOLDER}/checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class SavedSegment:
+    """Segment in a checkpoint: the lengths of its files, and its parts that are in no file."""
+
     begin_ms: int
     end_ms: int
     name: str
@@ -62,6 +64,8 @@ class SavedSegment:
 
 @dataclass(frozen=True, slots=True)
 class SavedDispatch:
+    """Dispatch without an outcome, in a checkpoint."""
+
     producer: int
     batch: int
     group: str
@@ -71,6 +75,8 @@ class SavedDispatch:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
+    """Contents of a checkpoint; the module's docstring draws the file."""
+
     filed_end: int
     filed_chain: int
     subjects: list[str]

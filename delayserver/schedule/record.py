@@ -111,7 +111,7 @@ def id_hash(id: str) -> int:
 
 
 def key_hash(key: str) -> int:
-    """Hash a caller's key; never 0, which means no key."""
+    """Return the hash of a caller's key; never 0, which means no key."""
     return crc32(key.encode()) or 1
 
 

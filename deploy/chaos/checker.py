@@ -48,6 +48,8 @@ Logs = Mapping[str, Sequence[Copy]]
 
 
 class Finding(NamedTuple):
+    """Broken promise: the rule, and the evidence."""
+
     rule: str
     text: str
 

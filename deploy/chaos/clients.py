@@ -139,7 +139,7 @@ class Clients:
             self._start_consumer(name)
 
     def have_begun(self) -> bool:
-        """Whether every client has its journal; producers handle SIGTERM by then."""
+        """Return whether every client has its journal; producers handle SIGTERM by then."""
         lives = [*map(self._life, self._consumers), *self._producers]
         return all((self._folder / f"{life}.journal").exists() for life in lives)
 

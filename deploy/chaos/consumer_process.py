@@ -93,7 +93,7 @@ class Notes:
             self._open.pop(number, None)
 
     async def watch(self) -> None:
-        """Call `look` at intervals; an interval that is much too long is a stall."""
+        """Call `look` at intervals, and record a stall if an interval is much too long."""
         before = now()
         while True:
             self.look()

@@ -163,6 +163,8 @@ class Load:
 
 @dataclass
 class Outcome:
+    """Result of one trial."""
+
     history: History
     findings: list[Finding]
     refused: list[str] = field(default_factory=list)
@@ -300,7 +302,7 @@ def _left(cluster: Cluster) -> dict[str, float]:
 
 
 def _metrics(cluster: Cluster, broker_group: str) -> dict[str, float]:
-    """Scrape a master; empty while it does not answer."""
+    """Return the metrics of a master; none while it does not answer."""
     try:
         return metrics(f"http://{Endpoint(HOST, cluster.broker(broker_group, 'master').metrics_port)}", cluster.token)
     except OSError:
