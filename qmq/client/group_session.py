@@ -277,7 +277,9 @@ class GroupSession:
                 self._owner.failed(fatal)
         except QmqError as retryable:
             name = self._link.broker_group
-            log.info("broker answers later group=%s command=%s error=%s", name, command.name, retryable)
+            log.info(
+                "request refused for now, subscribing again group=%s command=%s error=%s", name, command.name, retryable
+            )
             self._owner.route_is_old()
             self._retry()
 

@@ -211,7 +211,7 @@ def _take_waiting(group: Group, frame: Frame, event: MessageEvent, sequence: int
         return RequeuedRange(sequence, messages, 0, 0)
     taken = group.requeued.take(sequence, messages)
     if taken is None:
-        why = f"sequences {sequence} to {sequence + messages} are not the group's to give"
+        why = f"sequences {sequence} to {sequence + messages} do not wait for delivery to the group"
         try:
             LIFE.after(group.state_of(sequence), event)
         except IllegalTransition as error:
@@ -224,7 +224,7 @@ def _holder(state: State, frame: Frame, progress: Progress) -> tuple[Group, Cons
     group = state.groups.get((frame.subject, progress.group))
     if group is not None and (consumer := group.consumers.get(progress.consumer)) is not None:
         return group, consumer
-    raise CorruptFrame(frame.offset, f"{progress.consumer} of {progress.group} holds nothing of {frame.subject}")
+    raise CorruptFrame(frame.offset, f"{progress.consumer} of {progress.group} has no messages of {frame.subject}")
 
 
 def _take(consumer: Consumer, frame: Frame, begin: int, end: int) -> list[UnackedRange]:
@@ -234,7 +234,7 @@ def _take(consumer: Consumer, frame: Frame, begin: int, end: int) -> list[Unacke
         raise CorruptFrame(frame.offset, str(error)) from None
     taken = consumer.take(begin, end)
     if not taken:
-        raise CorruptFrame(frame.offset, f"nothing of [{begin}, {end}) is held any more")
+        raise CorruptFrame(frame.offset, f"pull sequences [{begin}, {end}) are not unacked")
     return taken
 
 

@@ -88,7 +88,7 @@ class Shipper:
         while self._sent and self._sent[0][0] < end:
             self._sent.popleft()
         if not self._sent or self._sent[0] != (end, chain):
-            raise Diverged(f"the slave confirms offset {end} with chain {chain:016x}, which is not our log")
+            raise Diverged(f"offset {end} was confirmed with chain {chain:016x}, which this log does not have")
         self.confirmed_end = end
 
     def _was_read(self, chunk: Chunk | LogError) -> None:

@@ -254,7 +254,8 @@ class Slave:
         if agreement.epoch < known:
             raise Fenced(f"a master of epoch {agreement.epoch} answers; this broker has seen {known}")
         if agreement.epoch.term < self._identity.value.promised:
-            raise Fenced(f"a master of epoch {agreement.epoch} answers; we promised {self._identity.value.promised}")
+            promised = self._identity.value.promised
+            raise Fenced(f"a master of epoch {agreement.epoch} answers; this broker promised term {promised}")
         self._identity.learn(agreement.epoch)
         self._compare(agreement.point)
         if agreement.action == Action.FOLLOW:
@@ -292,7 +293,7 @@ class Slave:
         is_ours = self._log.start <= offset <= self._log.end
         if not is_ours or not self._log.chain_is(offset, agreement.chain):
             self._check_readable(offset)
-            raise Diverged(f"our chain at offset {offset} is not the master's {agreement.chain:016x}")
+            raise Diverged(f"the slave's chain at offset {offset} is not the master's, {agreement.chain:016x}")
         self._keep_confirmed(offset)
         if offset < self._log.end:
             name = self._log.cut(offset, f"conflict with the master of epoch {agreement.epoch}")
@@ -306,8 +307,8 @@ class Slave:
         if offset < kept_end:
             self.parted_at = offset
             raise Diverged(
-                f"the master's log parts from ours at {offset}, and we confirmed all up to {kept_end}: its disk may "
-                "have been put back"
+                f"the master's log parts from this copy's at {offset}, and this copy confirmed all up to {kept_end}. "
+                "The master's disk may have been restored to an older state"
             )
 
     def _check_readable(self, offset: int) -> None:
@@ -322,7 +323,9 @@ class Slave:
         needs_snapshot = begin < self._log.start
         if not needs_snapshot and not self._log.chain_is(begin, chain):
             self._check_readable(begin)
-            raise Diverged(f"our chain at offset {begin} is not the master's {chain:016x}: nothing is restored there")
+            raise Diverged(
+                f"the slave's chain at offset {begin} is not the master's, {chain:016x}: nothing is restored"
+            )
         if needs_snapshot:
             begin, chain, _ = self._log.stored.seed_start()
         shipper = Shipper(

@@ -254,7 +254,9 @@ class Acceptor:
         if self.is_clock_off and self.clock_ahead_ms is not None:
             how = "ahead of" if self.clock_ahead_ms > 0 else "behind"
             off_s = abs(self.clock_ahead_ms) // 1000
-            log.warning("clock of a client app=%s peer=%s: %d s %s ours", self.app, self.connection.peer, off_s, how)
+            log.warning(
+                "clock of a client app=%s peer=%s: %d s %s this broker's", self.app, self.connection.peer, off_s, how
+            )
 
     def _turn_away(self, connection: Connection, packet: Packet, error: QmqError) -> None:
         log.warning("connection refused peer=%s: %s", connection.peer, error)

@@ -144,7 +144,7 @@ class MetaLink:
             text = f"{text} (this data directory belongs to {self._service.node.owner})"
         is_taken = isinstance(error, grpc.aio.AioRpcError) and error.code() == grpc.StatusCode.ALREADY_EXISTS
         level = logging.CRITICAL if is_taken else logging.WARNING
-        log.log(level, "metaserver does not serve us at=%s: %s", self._settings.metaserver, text)
+        log.log(level, "metaserver does not serve this broker at=%s: %s", self._settings.metaserver, text)
         if is_taken:
             self._service.guarded(lambda: self._service.node.lose_part(text))
 

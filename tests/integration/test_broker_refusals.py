@@ -220,13 +220,13 @@ def test_second_process_of_a_running_broker_is_refused(cluster, master, unchange
     log = tmp_path / "log"
     with log.open("wb") as file, subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file) as other:
         try:
-            until(lambda: "metaserver does not serve us" in log.read_text(), "it is told why")
+            until(lambda: "metaserver does not serve this broker" in log.read_text(), "it is told why")
             channel = grpc.insecure_channel(f"127.0.0.2:{master.control_port}")
             report = BrokerStub(channel).ReplicaStatus(pb.Nothing(), metadata=(("x-api-token", cluster.token),))
             assert (report.writable, report.term, report.log_end) == (False, 0, 0)
             channel.close()
         finally:
             other.kill()
-    assert count_lines(log.read_text(), "metaserver does not serve us") == 1, log.read_text()
+    assert count_lines(log.read_text(), "metaserver does not serve this broker") == 1, log.read_text()
     assert "role master" not in log.read_text()
     assert cluster.manage("ListBrokers") == before

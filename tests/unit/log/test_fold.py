@@ -177,7 +177,7 @@ def test_inconsistent_progress_is_refused(kind, group, name, entries):
 
 
 def test_pull_of_delivered_messages_is_refused():
-    with pytest.raises(CorruptFrame, match="not the group's to give: .*DELIVERED"):
+    with pytest.raises(CorruptFrame, match="do not wait for delivery to the group: .*DELIVERED"):
         later(a_group(), PULL, "c2", (FIRST, 0, 1))
 
 
