@@ -226,7 +226,7 @@ class Console:
         log.info("console login caller=%s role=%s", caller.name, caller.role)
         # A page that leads on, not a redirect: on a redirect from another site, browsers do not send the session's
         # cookie.
-        page = self._page(visit, "welcome.html", title="Logged in", who=caller, to=_inside(attempt.to))
+        page = self._page(visit, "welcome.html", title="Logged in", person=caller, to=_inside(attempt.to))
         response = self._logged_in(visit, page, cookie)
         response.delete_cookie(LOGIN_COOKIE, path=f"{ROOT}/oidc", httponly=True, samesite="lax")
         return response

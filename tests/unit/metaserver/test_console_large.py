@@ -102,7 +102,7 @@ ADDRESSES += [("/consumers", {"subject": "s"}), ("/consumers", {"all": "yes"})]
 REMAINDERS = [
     ("", {}, "Page 1 Next"),
     ("/consumers", {"all": "yes"}, "And 9,900 more, which are less behind."),
-    ("/consumers", {"all": "yes"}, "And 9,980 more broker groups were not asked."),
+    ("/consumers", {"all": "yes"}, "And 9,980 more broker groups did not answer."),
     ("/consumers", {"subject": "s"}, "And 9,900 more consumers: name a consumer group."),
     ("/outbox", {}, "And 9,900 more databases"),
     ("/outbox", {}, "And 9,900 more rooms"),

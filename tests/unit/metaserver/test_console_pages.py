@@ -62,7 +62,7 @@ async def test_consumers_behind_are_shown_with_age_and_cause(console):
     assert "billing 5,434" in text and "c1 billing g1 away – 0" in text
     assert "0 – –" in await console.read("/consumers", subject="quiet")
     console.brokers.silent = {"g1"}
-    assert "Not asked: g1" in await console.read("/consumers")
+    assert "No answer of g1" in await console.read("/consumers")
 
 
 async def test_large_installation_is_queried_on_demand_only(console, monkeypatch):
@@ -96,7 +96,7 @@ async def test_trail_is_filtered_by_time_and_action(console):
     assert "No change in this time" in await console.read("/trail", until="2020-01-01T00:00")
     assert "No change in this time" in await console.read("/trail", since="2099-01-01T00:00")
     assert "MarkReadonly" not in await console.read("/trail", name="AddBroker")
-    assert "yesterday is no moment" in await console.read("/trail", since="yesterday")
+    assert "yesterday is no time" in await console.read("/trail", since="yesterday")
     console.desk.database.read = at_five_past_two
     page = await console.see("/trail")
     assert "2026-11-22 14:05:00" in page and "<script>" not in page
@@ -158,7 +158,7 @@ async def test_messages_are_found_and_escaped(operator):
     asked = operator.brokers.browsed[-1]
     assert (asked.id, asked.since_ms, asked.until_ms, list(asked.tags)) == ("m-9", 60_000, 120_000, ["pay", "late"])
     operator.brokers.silent = {"g1"}
-    assert "Not asked: g1" in await operator.read("/messages", subject="order.changed")
+    assert "No answer of g1" in await operator.read("/messages", subject="order.changed")
     assert "has no route" in await operator.read("/messages", subject="nothing")
 
 
@@ -249,7 +249,7 @@ async def test_delayed_page_shows_late_messages(console):
     assert "no group of delay servers" in await console.read("/delayed")
     console.actions.run = answer
     page = await console.see("/delayed")
-    assert "Nothing is late" in page and "Not asked: d2" in page and "2001-09-09 01:46:40" in page
+    assert "Nothing is late" in page and "No answer of d2" in page and "2001-09-09 01:46:40" in page
     assert "<script>" not in page and "/change?action=CancelDelayed" in page
     text = await console.read("/delayed")
     assert "2001-09-09 01:46:40 report nightly shop 0 3 * * * Europe/Berlin d1 end… nightly" in text
