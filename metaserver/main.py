@@ -20,8 +20,8 @@ from qmq.memory import collect_by_the_clock
 from qmq.message import Message
 from qmq.metaserver.access import Access, first_admin
 from qmq.metaserver.actions.clients import Clients
+from qmq.metaserver.actions.context import ActionContext, Vault
 from qmq.metaserver.actions.databases import Watchdogs
-from qmq.metaserver.actions.desk import Desk, Vault
 from qmq.metaserver.actions.doctor import examine_reported
 from qmq.metaserver.actions.expiry import GroupExpiry
 from qmq.metaserver.actions.runner import Actions
@@ -105,12 +105,12 @@ class Metaserver:
             Quotas(Bounds(settings.watch_subjects_max, settings.token_subjects_max, settings.token_watches_max)),
         )
         self._metrics.observe(StateMetrics(self.registry, self._database, self.hubs).read)
-        desk = self._make_desk()
-        self._actions = Actions(desk, self._metrics)
-        self._expiry = GroupExpiry(desk, self._actions, settings.group_expiry_days)
+        context = self._make_context()
+        self._actions = Actions(context, self._metrics)
+        self._expiry = GroupExpiry(context, self._actions, settings.group_expiry_days)
         self._metrics.observe(self._expiry.read)
-        self._surveyor = Surveyor(desk, token=settings.cluster_token)
-        doctor = DoctorMetrics(lambda: examine_reported(desk))
+        self._surveyor = Surveyor(context, token=settings.cluster_token)
+        doctor = DoctorMetrics(lambda: examine_reported(context))
         self._metrics.observe(doctor.read)
         self._nights = Nights(Path(settings.audit_ledger)) if settings.audit_ledger else None
         self._scrapes = [doctor.scrapes]
@@ -134,7 +134,7 @@ class Metaserver:
             groups_new=settings.groups_per_subject_new,
         )
 
-    def _make_desk(self) -> Desk:
+    def _make_context(self) -> ActionContext:
         settings = self._settings
         clients = Clients(
             self.hubs,
@@ -144,7 +144,7 @@ class Metaserver:
         )
         swaps = Swaps(self.registry, self._brokers, settings)
         self._failovers = Failovers(self.registry, self._brokers, settings)
-        return Desk(
+        return ActionContext(
             self.registry,
             self._database,
             self._brokers,

@@ -11,7 +11,7 @@ from typing import Any
 from qmq.errors import OperatorError, QmqError
 from qmq.metaserver.actions.arguments import Arguments
 from qmq.metaserver.actions.causes import call_of
-from qmq.metaserver.actions.desk import ASKED_AT_ONCE, Desk, Handler, together
+from qmq.metaserver.actions.context import ASKED_AT_ONCE, ActionContext, Handler, together
 from qmq.metaserver.actions.doctor import copies_without_place
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.routes import take_out_of_routes
@@ -296,12 +296,12 @@ def _role_plan(change: RoleChange, *, data: object) -> Plan:
 _BROKER_ARGUMENTS = ("brokerGroup", "role", "hostname", "ip", "servePort", "syncPort")
 
 
-async def _add_broker(desk: Desk, arguments: Arguments) -> Plan:
-    registry, broker = desk.registry, _broker(arguments)
+async def _add_broker(context: ActionContext, arguments: Arguments) -> Plan:
+    registry, broker = context.registry, _broker(arguments)
     plan = add_broker(registry.directory, broker, reported=registry.terms.floor(broker.group))
     if broker.role != Role.MASTER or plan.reasons:
         return plan
-    objection = better_copy(broker, await copies_without_place(desk, broker.group))
+    objection = better_copy(broker, await copies_without_place(context, broker.group))
     return refused(objection) if objection else plan
 
 
@@ -329,82 +329,84 @@ def better_copy(master: Broker, copies: Sequence[Mapping[str, Any]]) -> str:
     return ""
 
 
-async def _replace_broker(desk: Desk, arguments: Arguments) -> Plan:
+async def _replace_broker(context: ActionContext, arguments: Arguments) -> Plan:
     async def plan() -> Plan:
-        group = desk.registry.directory.groups.get(arguments["brokerGroup"])
-        points = await desk.registry.points_of(arguments["brokerGroup"]) if arguments.flag("acceptLoss") else Points()
+        group = context.registry.directory.groups.get(arguments["brokerGroup"])
+        points = (
+            await context.registry.points_of(arguments["brokerGroup"]) if arguments.flag("acceptLoss") else Points()
+        )
         return replace_broker(
-            desk.registry.directory,
+            context.registry.directory,
             _broker(arguments),
-            desk.registry.may_be_up,
+            context.registry.may_be_up,
             swap=arguments.flag("swap"),
             accept_loss=arguments.flag("acceptLoss"),
-            lacking=await _lacking(desk, group, arguments),
-            master_lacking=await _master_lacking(desk, group),
+            lacking=await _lacking(context, group, arguments),
+            master_lacking=await _master_lacking(context, group),
             remembered=max(points.by_incarnation.values(), default=None),
-            reported=desk.registry.terms.floor(arguments["brokerGroup"]),
+            reported=context.registry.terms.floor(arguments["brokerGroup"]),
         )
 
-    return await _plan_with_check(desk, desk.registry.directory.groups.get(arguments["brokerGroup"]), plan)
+    return await _plan_with_check(context, context.registry.directory.groups.get(arguments["brokerGroup"]), plan)
 
 
-async def _lacking(desk: Desk, group: Group | None, arguments: Arguments) -> str:
+async def _lacking(context: ActionContext, group: Group | None, arguments: Arguments) -> str:
     """Return why the named slave's copy is incomplete, in a group with one slave that one's; empty: no report of it."""
     key = BrokerKey(arguments["hostname"], arguments.number("servePort"))
     slaves = group.slaves if group else ()
     found = next((slave for slave in slaves if slave.key == key), next(iter(slaves), None))
-    return await desk.registry.lacking(found) if found else ""
+    return await context.registry.lacking(found) if found else ""
 
 
-async def _master_lacking(desk: Desk, group: Group | None) -> str:
+async def _master_lacking(context: ActionContext, group: Group | None) -> str:
     """Return why the master's copy is incomplete, by its last heartbeat; empty: no report of it."""
-    return await desk.registry.lacking(group.master) if group and group.master else ""
+    return await context.registry.lacking(group.master) if group and group.master else ""
 
 
-async def _set_copies(desk: Desk, arguments: Arguments) -> Plan:
-    group = desk.find_group(arguments["brokerGroup"])
+async def _set_copies(context: ActionContext, arguments: Arguments) -> Plan:
+    group = context.find_group(arguments["brokerGroup"])
     min_copies = arguments.number("minCopies") if arguments["minCopies"] else None
-    reported = desk.registry.terms.floor(group.name)
+    reported = context.registry.terms.floor(group.name)
     return set_copies(group, min_copies, arguments["syncMode"], reported=reported)
 
 
-async def _sync_replica(desk: Desk, arguments: Arguments) -> Plan:
-    return await _plan_filling(desk, arguments, sync_replica)
+async def _sync_replica(context: ActionContext, arguments: Arguments) -> Plan:
+    return await _plan_filling(context, arguments, sync_replica)
 
 
-async def _cancel_sync(desk: Desk, arguments: Arguments) -> Plan:
-    return await _plan_filling(desk, arguments, cancel_sync)
+async def _cancel_sync(context: ActionContext, arguments: Arguments) -> Plan:
+    return await _plan_filling(context, arguments, cancel_sync)
 
 
-async def _plan_filling(desk: Desk, arguments: Arguments, plan: Callable[..., Plan]) -> Plan:
+async def _plan_filling(context: ActionContext, arguments: Arguments, plan: Callable[..., Plan]) -> Plan:
     """Plan SyncReplica or CancelSync, from the fill that the slave names and from the master, which reports whether the
     copy counts.
     """
-    group = desk.find_group(arguments["brokerGroup"])
+    group = context.find_group(arguments["brokerGroup"])
     try:
         slave = slave_at(group, arguments["host"])
-        report = await desk.brokers.replica_status(slave)
+        report = await context.brokers.replica_status(slave)
     except OperatorError as refusal:
         return refused(str(refusal))
     except QmqError as error:
         return refused(
             f"{arguments['host']} does not answer, so its missing frames are unknown: {error}. Start it first"
         )
-    master = desk.registry.state(group.master) if group.master else None
+    master = context.registry.state(group.master) if group.master else None
     return plan(slave, report, counts=master is not None and report.incarnation in master.in_step)
 
 
-async def _remove_broker(desk: Desk, arguments: Arguments) -> Plan:
+async def _remove_broker(context: ActionContext, arguments: Arguments) -> Plan:
     key = BrokerKey(arguments["hostname"], arguments.number("servePort"))
 
     async def plan() -> Plan:
-        registry = desk.registry
+        registry = context.registry
         directory = registry.directory
         running = {broker.key for broker in directory.brokers() if registry.may_be_up(broker)}
         member = directory.find(key)
         reported = registry.terms.floor(member.group) if member else 0
-        lacking = await _master_lacking(desk, directory.groups[member.group]) if member else ""
-        return await desk.on_all_routes(
+        lacking = await _master_lacking(context, directory.groups[member.group]) if member else ""
+        return await context.on_all_routes(
             lambda routes: remove_broker(
                 directory,
                 routes,
@@ -416,38 +418,38 @@ async def _remove_broker(desk: Desk, arguments: Arguments) -> Plan:
             )
         )
 
-    known = desk.registry.directory.find(key)
-    return await _plan_with_check(desk, desk.registry.directory.groups.get(known.group) if known else None, plan)
+    known = context.registry.directory.find(key)
+    return await _plan_with_check(context, context.registry.directory.groups.get(known.group) if known else None, plan)
 
 
-async def _plan_with_check(desk: Desk, group: Group | None, plan: Callable[[], Awaitable[Plan]]) -> Plan:
+async def _plan_with_check(context: ActionContext, group: Group | None, plan: Callable[[], Awaitable[Plan]]) -> Plan:
     """Return the plan; before a refusal, check the brokers: one that counts as running may have just stopped."""
     made = await plan()
-    if made.reasons and group is not None and await desk.notice_stopped(group.brokers):
+    if made.reasons and group is not None and await context.notice_stopped(group.brokers):
         return await plan()
     return made
 
 
-async def _plan_swap(desk: Desk, arguments: Arguments) -> Plan:
+async def _plan_swap(context: ActionContext, arguments: Arguments) -> Plan:
     """Plan SwapRoles. Only the attempt shows whether the slave catches up in time and, if it sends heartbeats to
     another metaserver, whether its clock is right.
     """
     try:
-        group, slave = desk.swaps.ready(arguments["brokerGroup"], arguments["to"])
+        group, slave = context.swaps.ready(arguments["brokerGroup"], arguments["to"])
     except OperatorError as refusal:
         return refused(str(refusal))
     return swap_roles(group, term=group.term, to=slave.key)
 
 
-async def _swap(desk: Desk, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
-    swapped = await desk.swaps.swap(arguments["brokerGroup"], audit, to=arguments["to"])
+async def _swap(context: ActionContext, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
+    swapped = await context.swaps.swap(arguments["brokerGroup"], audit, to=arguments["to"])
     group = swapped.group
     old_master = next((slave for slave in group.slaves if slave.key == swapped.old_master), None)
     return {
         "brokerGroup": group.name,
         "term": group.term,
-        "master": group.master and broker_json(group.master, up=desk.registry.is_up(group.master)),
-        "slave": old_master and broker_json(old_master, up=desk.registry.is_up(old_master)),
+        "master": group.master and broker_json(group.master, up=context.registry.is_up(group.master)),
+        "slave": old_master and broker_json(old_master, up=context.registry.is_up(old_master)),
         "logEnd": swapped.at_end.log_end,
         "chain": f"{swapped.at_end.chain:016x}",
         "writable": swapped.writable,
@@ -455,75 +457,81 @@ async def _swap(desk: Desk, arguments: Arguments, plan: Plan, audit: AuditRow) -
     }
 
 
-async def _plan_failover(desk: Desk, arguments: Arguments) -> Plan:
+async def _plan_failover(context: ActionContext, arguments: Arguments) -> Plan:
     """Plan Failover. The slave is chosen after the slaves have promised: the one with most by then."""
 
     async def plan() -> Plan:
         try:
-            change = await desk.failovers.plan(arguments["brokerGroup"], master_gone=arguments.flag("masterGone"))
+            change = await context.failovers.plan(arguments["brokerGroup"], master_gone=arguments.flag("masterGone"))
         except OperatorError as refusal:
             return refused(str(refusal))
         return fail_over(change)
 
-    return await _plan_with_check(desk, desk.registry.directory.groups.get(arguments["brokerGroup"]), plan)
+    return await _plan_with_check(context, context.registry.directory.groups.get(arguments["brokerGroup"]), plan)
 
 
-async def _fail_over(desk: Desk, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
-    facts, group = await desk.failovers.order(arguments["brokerGroup"], audit, master_gone=arguments.flag("masterGone"))
+async def _fail_over(context: ActionContext, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
+    facts, group = await context.failovers.order(
+        arguments["brokerGroup"], audit, master_gone=arguments.flag("masterGone")
+    )
     return {
         "brokerGroup": group.name,
         "term": group.term,
-        "master": group.master and broker_json(group.master, up=desk.registry.is_up(group.master)),
+        "master": group.master and broker_json(group.master, up=context.registry.is_up(group.master)),
         "logEnd": facts.best_state.flushed_end,
         "acknowledged": facts.newest_point.end if facts.newest_point else 0,
         "promised": [str(slave.key) for slave in facts.eligible],
-        "writable": desk.registry.is_writable(group),
+        "writable": context.registry.is_writable(group),
     }
 
 
-async def _adopt_roles(desk: Desk, arguments: Arguments) -> Plan:
-    registry, group = desk.registry, desk.find_group(arguments["brokerGroup"])
+async def _adopt_roles(context: ActionContext, arguments: Arguments) -> Plan:
+    registry, group = context.registry, context.find_group(arguments["brokerGroup"])
     key = BrokerKey(arguments["hostname"], arguments.number("servePort"))
     reported, given = registry.terms.newest(group.name), registry.terms.floor(group.name)
     return adopt_roles(group, key, reported, registry.own_state, forced=arguments.flag("force"), given=given)
 
 
-async def _list_brokers(desk: Desk, arguments: Arguments) -> Any:
+async def _list_brokers(context: ActionContext, arguments: Arguments) -> Any:
     wanted = arguments["brokerGroup"]
-    brokers = sorted(desk.registry.directory.brokers(), key=lambda broker: (broker.group, broker.role))
-    return [broker_json(broker, up=desk.registry.is_up(broker)) for broker in brokers if wanted in ("", broker.group)]
+    brokers = sorted(context.registry.directory.brokers(), key=lambda broker: (broker.group, broker.role))
+    return [
+        broker_json(broker, up=context.registry.is_up(broker)) for broker in brokers if wanted in ("", broker.group)
+    ]
 
 
-async def _list_broker_groups(desk: Desk, arguments: Arguments) -> Any:
-    groups, wanted = desk.registry.directory.groups, arguments["brokerGroup"]
+async def _list_broker_groups(context: ActionContext, arguments: Arguments) -> Any:
+    groups, wanted = context.registry.directory.groups, arguments["brokerGroup"]
     listed = [groups[name] for name in sorted(groups) if wanted in ("", name)]
-    states = await _current_states(desk, [broker for group in listed for broker in group.brokers])
-    return [_describe_group(desk, group, states) for group in listed]
+    states = await _current_states(context, [broker for group in listed for broker in group.brokers])
+    return [_describe_group(context, group, states) for group in listed]
 
 
-async def _current_states(desk: Desk, brokers: Sequence[Broker]) -> dict[BrokerKey, ReplicaState | None]:
+async def _current_states(context: ActionContext, brokers: Sequence[Broker]) -> dict[BrokerKey, ReplicaState | None]:
     """Return the states of brokers. If another metaserver has the heartbeats of a copy, all copies of its group are
     asked, if they are few: beside a heartbeat of a second ago, a copy would seem to be behind.
     """
-    states = {broker.key: desk.registry.state(broker) for broker in brokers}
+    states = {broker.key: context.registry.state(broker) for broker in brokers}
     up = [(broker, state) for broker in brokers if (state := states[broker.key]) is not None]
     elsewhere = {broker.group for broker, state in up if not state.has_offsets}
     asked = [broker for broker, _ in up if broker.group in elsewhere]
     if len(asked) <= ASKED_AT_ONCE:
-        for broker, answer in zip(asked, await together([_asked(desk, broker) for broker in asked]), strict=True):
+        for broker, answer in zip(asked, await together([_asked(context, broker) for broker in asked]), strict=True):
             states[broker.key] = answer or states[broker.key]
     return states
 
 
-async def _asked(desk: Desk, broker: Broker) -> ReplicaState | None:
+async def _asked(context: ActionContext, broker: Broker) -> ReplicaState | None:
     try:
-        return await desk.brokers.replica_status(broker)
+        return await context.brokers.replica_status(broker)
     except QmqError:
         return None
 
 
-def _describe_group(desk: Desk, group: Group, states: Mapping[BrokerKey, ReplicaState | None]) -> dict[str, Any]:
-    registry = desk.registry
+def _describe_group(
+    context: ActionContext, group: Group, states: Mapping[BrokerKey, ReplicaState | None]
+) -> dict[str, Any]:
+    registry = context.registry
     return group_json(
         group,
         state=states[group.master.key] if group.master else None,
@@ -533,25 +541,25 @@ def _describe_group(desk: Desk, group: Group, states: Mapping[BrokerKey, Replica
     )
 
 
-async def _replica_status(desk: Desk, arguments: Arguments) -> Any:
+async def _replica_status(context: ActionContext, arguments: Arguments) -> Any:
     if arguments["brokerGroup"]:
-        groups = [desk.find_group(arguments["brokerGroup"])]
+        groups = [context.find_group(arguments["brokerGroup"])]
     else:
-        groups = [group for _, group in sorted(desk.registry.directory.groups.items())]
-    return await together([_compare(desk, group) for group in groups])
+        groups = [group for _, group in sorted(context.registry.directory.groups.items())]
+    return await together([_compare(context, group) for group in groups])
 
 
-async def _compare(desk: Desk, group: Group) -> dict[str, Any]:
-    acknowledged = await _acknowledged(desk, group)  # first, so that no copy is behind it merely by timing
-    replicas = await asyncio.gather(*(_replica(desk, broker) for broker in group.brokers))
+async def _compare(context: ActionContext, group: Group) -> dict[str, Any]:
+    acknowledged = await _acknowledged(context, group)  # first, so that no copy is behind it merely by timing
+    replicas = await asyncio.gather(*(_replica(context, broker) for broker in group.brokers))
     answering = [replica for replica in replicas if replica["reachable"]]
     ends, chains = [replica["logEnd"] for replica in answering], {replica["chain"] for replica in answering}
     have_all_answered = len(answering) == max(len(group.brokers), 2)
     return {
         "brokerGroup": group.name,
         "term": group.term,
-        "writable": desk.registry.is_writable(group),
-        "readonlySubjects": desk.registry.directory.readonly_subjects(group.name),
+        "writable": context.registry.is_writable(group),
+        "readonlySubjects": context.registry.directory.readonly_subjects(group.name),
         "minCopies": group.min_copies,
         "syncMode": group.sync_mode,
         # Chains of different ends cannot be compared.
@@ -562,23 +570,23 @@ async def _compare(desk: Desk, group: Group) -> dict[str, Any]:
     }
 
 
-async def _acknowledged(desk: Desk, group: Group) -> int | None:
+async def _acknowledged(context: ActionContext, group: Group) -> int | None:
     """Return the remembered acknowledged point, or None while the database is away."""
     try:
-        points = await desk.registry.points_of(group.name, must_be_read=True)
+        points = await context.registry.points_of(group.name, must_be_read=True)
     except DatabaseAway:
         return None
     return max((point.end for point in points.by_incarnation.values()), default=0)
 
 
-async def _replica(desk: Desk, broker: Broker) -> dict[str, Any]:
+async def _replica(context: ActionContext, broker: Broker) -> dict[str, Any]:
     """Return the broker's current state; without an answer, that of its last heartbeat, or nulls."""
-    state, reachable, error = desk.registry.state(broker), False, ""
+    state, reachable, error = context.registry.state(broker), False, ""
     if not broker.control_port:
         error = "it never registered"
     else:
         try:
-            state, reachable = await desk.brokers.replica_status(broker), True
+            state, reachable = await context.brokers.replica_status(broker), True
         except QmqError as failed:
             error = str(failed)
     return {
@@ -586,7 +594,7 @@ async def _replica(desk: Desk, broker: Broker) -> dict[str, Any]:
         "hostname": broker.hostname,
         "ip": broker.ip,
         "servePort": broker.serve_port,
-        "up": desk.registry.is_up(broker),
+        "up": context.registry.is_up(broker),
         "reachable": reachable,
         "otherDirectory": reachable and state is not None and state.incarnation not in ("", broker.incarnation),
         "error": error,

@@ -15,7 +15,7 @@ import grpc
 
 from qmq.access import Token, token_metadata, token_text
 from qmq.control_plane import CHANNEL_OPTIONS
-from qmq.metaserver.actions.desk import OldRoutes
+from qmq.metaserver.actions.context import OldRoutes
 from qmq.metaserver.model import DELAY, MetaserverRow
 from qmq.metaserver.routes.audience import ClientInfo, Counts
 from qmq.proto import qmq_pb2 as pb

@@ -10,7 +10,7 @@ from typing import Any
 
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
 from qmq.metaserver.actions.arguments import Arguments
-from qmq.metaserver.actions.desk import DATABASE, Desk, Handler, PartlyDone, wall_ms
+from qmq.metaserver.actions.context import DATABASE, ActionContext, Handler, PartlyDone, wall_ms
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.cluster.group_starts import begin_at
 from qmq.metaserver.model import ALL_SUBJECTS, AuditRow, Directory, Group, Offline, Routes
@@ -122,26 +122,26 @@ _WITH_VALUE = ("sequence", "time")
 _REMOVED = "removed"
 
 
-async def _plan_reset(desk: Desk, arguments: Arguments) -> Plan:
+async def _plan_reset(context: ActionContext, arguments: Arguments) -> Plan:
     """Plan a reset on every broker concerned; one refusal, or one missing answer, refuses all."""
     try:
         to = _target(arguments)
-        groups = groups_of_subject(desk, arguments["subject"], arguments["brokerGroup"])
+        groups = groups_of_subject(context, arguments["subject"], arguments["brokerGroup"])
     except OperatorError as refusal:
         return refused(str(refusal))
     if to == "sequence" and len(groups) > 1:
         names = ", ".join(group.name for group in groups)
         return refused(f"each broker group counts its own sequences; name one of {names} as brokerGroup")
-    return await _plan_move(desk, arguments, groups, to)
+    return await _plan_move(context, arguments, groups, to)
 
 
-async def _plan_removal(desk: Desk, arguments: Arguments) -> Plan:
+async def _plan_removal(context: ActionContext, arguments: Arguments) -> Plan:
     """Plan the removal of a consumer group from all brokers that have it, on its subject's route or not; one refusal
     or missing answer refuses all.
     """
     subject, name = key = arguments["subject"], arguments["group"]
     sources = [subject] if is_dead_letter_subject(subject) else [subject, retry_subject(subject, name)]
-    asked = [await desk.ask_all(desk.groups_with_master(), source, name) for source in sources]
+    asked = [await context.ask_all(context.groups_with_master(), source, name) for source in sources]
     having = {
         broker_group
         for answers, _ in asked
@@ -149,17 +149,17 @@ async def _plan_removal(desk: Desk, arguments: Arguments) -> Plan:
         if any(row.subject == subject or row.lag or row.consumers for row in answer.groups)  # else an emptied mailbox
     }
     unasked = {broker_group: why for _, failed in asked for broker_group, why in failed.items()}
-    route = desk.registry.routes.get(real_subject(subject))
+    route = context.registry.routes.get(real_subject(subject))
     visited = having | set(route.groups if route is not None else ())
     if away := sorted(unasked.keys() - visited - {DATABASE}):
         return refused(*(f"{broker_group}, which may have it too: {unasked[broker_group]}" for broker_group in away))
-    stored = await desk.database.read(lambda repository: repository.consumer_groups([key]))
+    stored = await context.database.read(lambda repository: repository.consumer_groups([key]))
     if not (having or unasked or stored):
         return refused(f"no broker has a consumer group {name} of {subject}; Lag names them")
     plan = await _plan_move(
-        desk, arguments, [desk.find_group(broker_group) for broker_group in sorted(visited)], _REMOVED
+        context, arguments, [context.find_group(broker_group) for broker_group in sorted(visited)], _REMOVED
     )
-    rules = _rules_of(desk.registry.directory, key)
+    rules = _rules_of(context.registry.directory, key)
     return replace(plan, before={**plan.before, **rules}, after={**plan.after, **dict.fromkeys(rules)})
 
 
@@ -177,8 +177,8 @@ def _forget(directory: Directory, key: tuple[str, str]) -> tuple[Change, ...]:
     return ForgetConsumerGroups(*key), *offline, *limits
 
 
-async def _plan_move(desk: Desk, arguments: Arguments, groups: list[Group], to: str) -> Plan:
-    expected, failed = await _reset(desk, groups, arguments, to, dry_run=True)
+async def _plan_move(context: ActionContext, arguments: Arguments, groups: list[Group], to: str) -> Plan:
+    expected, failed = await _reset(context, groups, arguments, to, dry_run=True)
     return Plan(
         orders=True,
         refusals=tuple(f"{name}: {error}" for name, (error, _) in failed.items()),
@@ -196,20 +196,20 @@ async def _plan_move(desk: Desk, arguments: Arguments, groups: list[Group], to: 
     )
 
 
-async def _carry_out_move(desk: Desk, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
+async def _carry_out_move(context: ActionContext, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
     """Carry out a reset or a removal. The audit row is written first, the outcome second."""
     try:
-        await desk.registry.change((), replace(audit, result="begun"))
+        await context.registry.change((), replace(audit, result="begun"))
     except OutcomeUnknown as error:
         raise NotServed(f"no broker was asked, as the database failed: {error}") from error
-    groups = [desk.find_group(name) for name in sorted(plan.groups)]
-    done, failed = await _reset(desk, groups, arguments, plan.data["to"], dry_run=False)
+    groups = [context.find_group(name) for name in sorted(plan.groups)]
+    done, failed = await _reset(context, groups, arguments, plan.data["to"], dry_run=False)
     after = {name: _moved(answer) for name, answer in done.items()}
     result = "done" if not failed else "partly done" if done else "failed"
     removed = plan.data["to"] == _REMOVED and not failed
-    rows = _forget(desk.registry.directory, (arguments["subject"], arguments["group"])) if removed else ()
+    rows = _forget(context.registry.directory, (arguments["subject"], arguments["group"])) if removed else ()
     try:
-        await desk.registry.change(rows, replace(audit, after=after, result=result))
+        await context.registry.change(rows, replace(audit, after=after, result=result))
     except QmqError as error:  # the brokers have done it, and the first row records the beginning
         log.warning("end of %s not recorded subject=%s reason=%s", audit.action, arguments["subject"], error)
         if removed:
@@ -232,7 +232,7 @@ async def _carry_out_move(desk: Desk, arguments: Arguments, plan: Plan, audit: A
 
 
 async def _reset(
-    desk: Desk, groups: Iterable[Group], arguments: Arguments, to: str, *, dry_run: bool
+    context: ActionContext, groups: Iterable[Group], arguments: Arguments, to: str, *, dry_run: bool
 ) -> tuple[dict[str, pb.ResetOffsetAnswer], dict[str, tuple[str, bool]]]:
     """Order or try a reset on the masters of these groups; return the results, and for each failure the reason and
     whether it may have been done.
@@ -240,10 +240,10 @@ async def _reset(
     subject, consumer_group = arguments["subject"], arguments["group"]
     value = arguments.number("value") if to in _WITH_VALUE else 0
     asked, key = list(groups), (subject, consumer_group)
-    rows = await desk.database.read(lambda repository: repository.consumer_groups([key]))
+    rows = await context.database.read(lambda repository: repository.consumer_groups([key]))
     calls = [
         _reset_one(
-            desk,
+            context,
             group,
             pb.ResetOffsetRequest(
                 subject=subject,
@@ -268,8 +268,8 @@ async def _reset(
     return done, failed
 
 
-async def _reset_one(desk: Desk, group: Group, request: pb.ResetOffsetRequest) -> pb.ResetOffsetAnswer:
-    return await desk.brokers.reset_offset(desk.master_of(group), request)
+async def _reset_one(context: ActionContext, group: Group, request: pb.ResetOffsetRequest) -> pb.ResetOffsetAnswer:
+    return await context.brokers.reset_offset(context.master_of(group), request)
 
 
 def _target(arguments: Arguments) -> str:
@@ -287,14 +287,14 @@ def _target(arguments: Arguments) -> str:
     return to
 
 
-def groups_of_subject(desk: Desk, subject: str, only: str) -> list[Group]:
+def groups_of_subject(context: ActionContext, subject: str, only: str) -> list[Group]:
     """Return the broker groups of a subject's route, or only the named one. Raises OperatorError."""
-    route = desk.registry.routes.get(real_subject(subject))
+    route = context.registry.routes.get(real_subject(subject))
     if route is None or not route.groups:
         raise OperatorError(f"{subject} has no route, so no consumer group either")
     if only and only not in route.groups:
         raise OperatorError(f"{only} does not serve {subject}; {', '.join(route.groups)} do")
-    return [desk.find_group(name) for name in route.groups if only in ("", name)]
+    return [context.find_group(name) for name in route.groups if only in ("", name)]
 
 
 def _place(position: int, *, skipped: int = 0, repeated: int = 0) -> dict[str, int]:
@@ -315,9 +315,9 @@ def _reset_json(answer: pb.ResetOffsetAnswer) -> dict[str, int]:
     }
 
 
-async def _consumers(desk: Desk, arguments: Arguments) -> Any:
-    answers, unasked = await _answers(desk, arguments)
-    offline, subject = desk.registry.directory.offline, arguments["subject"]
+async def _consumers(context: ActionContext, arguments: Arguments) -> Any:
+    answers, unasked = await _answers(context, arguments)
+    offline, subject = context.registry.directory.offline, arguments["subject"]
     found = {
         "groups": [_progress_json(name, row, offline) for name, row in _rows(answers)],
         "unasked": unasked,
@@ -332,9 +332,9 @@ async def _consumers(desk: Desk, arguments: Arguments) -> Any:
     return found | {"bytes": {name: answer.subject_bytes for name, answer in answers.items()}, "producers": producers}
 
 
-async def _lag(desk: Desk, arguments: Arguments) -> Any:
+async def _lag(context: ActionContext, arguments: Arguments) -> Any:
     """Return the lag of each consumer group, summed over broker groups."""
-    answers, unasked = await _answers(desk, arguments, behind_max=arguments.number("limit"))
+    answers, unasked = await _answers(context, arguments, behind_max=arguments.number("limit"))
     now, lags = wall_ms(), dict[tuple[str, str], dict[str, Any]]()
     for name, row in _rows(answers):
         fresh = {"subject": row.subject, "group": row.group, "messages": 0, "oldest": 0, "deadLetters": 0}
@@ -352,14 +352,14 @@ async def _lag(desk: Desk, arguments: Arguments) -> Any:
 
 
 async def _answers(
-    desk: Desk, arguments: Arguments, *, behind_max: int = 0
+    context: ActionContext, arguments: Arguments, *, behind_max: int = 0
 ) -> tuple[dict[str, pb.ConsumersAnswer], dict[str, str]]:
     subject = arguments["subject"]
     if subject:
-        groups = groups_of_subject(desk, subject, "")
+        groups = groups_of_subject(context, subject, "")
     else:
-        groups = desk.groups_with_master()
-    return await desk.ask_all(groups, subject, arguments["group"], behind_max=behind_max)
+        groups = context.groups_with_master()
+    return await context.ask_all(groups, subject, arguments["group"], behind_max=behind_max)
 
 
 def _rows(answers: Mapping[str, pb.ConsumersAnswer]) -> list[tuple[str, pb.GroupProgress]]:
@@ -399,14 +399,14 @@ def _is_offline(rules: frozenset[Offline], subject: str, group: str, consumer: s
     return any(all(part in (ALL_SUBJECTS, name) for part, name in zip(rule, named, strict=True)) for rule in rules)
 
 
-async def _switch(desk: Desk, arguments: Arguments) -> Plan:
+async def _switch(context: ActionContext, arguments: Arguments) -> Plan:
     rule = Offline(arguments["subject"], arguments["consumerGroup"], arguments["clientId"])
-    registry = desk.registry
+    registry = context.registry
     return switch_consumers(registry.directory, registry.routes, rule, offline=arguments["state"] == "offline")
 
 
-async def _limit_subject(desk: Desk, arguments: Arguments) -> Plan:
-    subject, registry = arguments["subject"], desk.registry
+async def _limit_subject(context: ActionContext, arguments: Arguments) -> Plan:
+    subject, registry = arguments["subject"], context.registry
     if subject == ALL_SUBJECTS:
         return refused(_ONE_BY_ONE)
     limits = limits_of(registry.directory, (subject, OF_SUBJECT))
@@ -425,8 +425,8 @@ async def _limit_subject(desk: Desk, arguments: Arguments) -> Plan:
     return limit(registry.directory, registry.routes, limits)
 
 
-async def _limit_group(desk: Desk, arguments: Arguments) -> Plan:
-    registry = desk.registry
+async def _limit_group(context: ActionContext, arguments: Arguments) -> Plan:
+    registry = context.registry
     if ALL_SUBJECTS in (arguments["subject"], arguments["group"]):
         return refused(_ONE_BY_ONE)
     limits = limits_of(registry.directory, (arguments["subject"], arguments["group"]))
@@ -438,18 +438,18 @@ async def _limit_group(desk: Desk, arguments: Arguments) -> Plan:
     return limit(registry.directory, registry.routes, limits)
 
 
-async def _list_limits(desk: Desk, arguments: Arguments) -> Any:
-    rows = sorted(desk.registry.directory.limits)
+async def _list_limits(context: ActionContext, arguments: Arguments) -> Any:
+    rows = sorted(context.registry.directory.limits)
     return [limits_json(row) for row in rows if arguments["subject"] in ("", row.subject)]
 
 
-async def _list_offline(desk: Desk, arguments: Arguments) -> Any:
-    rules = sorted(desk.registry.directory.offline)
+async def _list_offline(context: ActionContext, arguments: Arguments) -> Any:
+    rules = sorted(context.registry.directory.offline)
     return [offline_json(rule) for rule in rules if arguments["subject"] in ("", rule.subject)]
 
 
-async def _clients(desk: Desk, arguments: Arguments) -> Any:
-    clients, unasked = await desk.clients.connected(
+async def _clients(context: ActionContext, arguments: Arguments) -> Any:
+    clients, unasked = await context.clients.connected(
         subject=arguments["subject"], app=arguments["app"], limit=arguments.number("limit"), here=arguments.flag("here")
     )
     return {"clients": clients, "unasked": list(unasked)}

@@ -21,7 +21,7 @@ from qmq.access import Token, token_text
 from qmq.control_plane import DIRECT
 from qmq.errors import InvalidRequest, NotServed, OperatorError, OutcomeUnknown, QmqError, cause_of
 from qmq.metaserver.actions.arguments import Arguments
-from qmq.metaserver.actions.desk import Desk, Handler, PartlyDone, together
+from qmq.metaserver.actions.context import ActionContext, Handler, PartlyDone, together
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.shapes import source_json, watchdog_json
 from qmq.metaserver.model import WATCHDOGS, AuditRow, DataSource, LeaseRow
@@ -39,20 +39,20 @@ keep the port as a part of their name.
 """
 
 
-async def _add_db(desk: Desk, arguments: Arguments) -> Plan:
+async def _add_db(context: ActionContext, arguments: Arguments) -> Plan:
     url = _url(arguments)
     try:
         _check(arguments)
         if query := _tls(arguments).query():
             url = f"{url}?{query}"
-        stored = desk.vault.encrypt(arguments["password"]) if arguments["password"] else ""
+        stored = context.vault.encrypt(arguments["password"]) if arguments["password"] else ""
         table = table_name(arguments["table"])
         checked(datasource_config, {"url": url})  # its parts were checked one by one
     except (OperatorError, InvalidRequest) as refusal:
         return refused(str(refusal))
     if len(stored) > LONG_NAME_CHARS_MAX:
         return refused(f"password is too long: encrypted it has {len(stored)} characters, {LONG_NAME_CHARS_MAX} fit")
-    known = await _find(desk, _url(arguments))
+    known = await _find(context, _url(arguments))
     earlier = (RemoveDataSource(known.url),) if known is not None and known.url != url else ()
     source = DataSource(
         url,
@@ -74,19 +74,19 @@ async def _add_db(desk: Desk, arguments: Arguments) -> Plan:
     )
 
 
-async def _remove_db(desk: Desk, arguments: Arguments) -> Plan:
-    known = await _find(desk, url := _url(arguments))
+async def _remove_db(context: ActionContext, arguments: Arguments) -> Plan:
+    known = await _find(context, url := _url(arguments))
     if known is None:
         return refused(f"no database {url} is registered; ListDbs names them")
     return Plan((RemoveDataSource(known.url),), everything=True, before=source_json(known), data={"removed": url})
 
 
-async def _list_dbs(desk: Desk, arguments: Arguments) -> Any:
-    return [source_json(source) for source in await desk.database.read(lambda repository: repository.data_sources())]
+async def _list_dbs(context: ActionContext, arguments: Arguments) -> Any:
+    return [source_json(source) for source in await context.database.read(lambda repository: repository.data_sources())]
 
 
-async def _find(desk: Desk, url: str) -> DataSource | None:
-    sources = await desk.database.read(lambda repository: repository.data_sources())
+async def _find(context: ActionContext, url: str) -> DataSource | None:
+    sources = await context.database.read(lambda repository: repository.data_sources())
     return next((source for source in sources if registered(source.url)[0] == url), None)
 
 
@@ -131,8 +131,8 @@ def _tls(arguments: Arguments) -> Tls:
     return tls
 
 
-async def _watchdogs(desk: Desk, arguments: Arguments) -> Any:
-    return [watchdog_json(row, room=_room(row)) for row in await watchdog_leases(desk)]
+async def _watchdogs(context: ActionContext, arguments: Arguments) -> Any:
+    return [watchdog_json(row, room=_room(row)) for row in await watchdog_leases(context)]
 
 
 log = logging.getLogger("qmq.metaserver")
@@ -142,11 +142,11 @@ PARKED_ALONE = 999_999_999
 SHOWN_MAX = 20
 
 
-async def _stuck(desk: Desk, arguments: Arguments) -> Any:
+async def _stuck(context: ActionContext, arguments: Arguments) -> Any:
     """List the stuck rows of each room's watchdog, and the rooms without an active or answering one."""
-    rows = [row for row in await watchdog_leases(desk) if arguments["room"] in ("", _room(row))]
+    rows = [row for row in await watchdog_leases(context) if arguments["room"] in ("", _room(row))]
     asked = {name: arguments[name] for name in ("database", "older", "limit")}
-    results = await together([_caught(desk, row, asked) for row in rows])
+    results = await together([_caught(context, row, asked) for row in rows])
     databases: list[dict[str, Any]] = []
     unasked = {}
     for row, result in zip(rows, results, strict=True):
@@ -157,21 +157,21 @@ async def _stuck(desk: Desk, arguments: Arguments) -> Any:
     return {"databases": databases, "unasked": unasked}
 
 
-async def _caught(desk: Desk, row: LeaseRow, asked: dict[str, str]) -> Any:
+async def _caught(context: ActionContext, row: LeaseRow, asked: dict[str, str]) -> Any:
     try:
-        return await desk.watchdogs.ask(_address(row), "/outbox/stuck", asked)
+        return await context.watchdogs.ask(_address(row), "/outbox/stuck", asked)
     except QmqError as error:
         return error
 
 
-async def _plan_retry(desk: Desk, arguments: Arguments) -> Plan:
+async def _plan_retry(context: ActionContext, arguments: Arguments) -> Plan:
     database, ids = arguments["database"], arguments.names("ids")
     if ids and not database:
         return refused("ids belong to one database: name it as ListDbs shows it")
     if bool(ids) != arguments.is_given("ids") or not all(word.isascii() and word.isdecimal() for word in ids):
         return refused("ids are whole numbers with commas between them")
     asked = {"database": database, "older": PARKED_ALONE, "limit": SHOWN_MAX}
-    found = (await desk.watchdogs.ask(await _active(desk, arguments), "/outbox/stuck", asked))["databases"]
+    found = (await context.watchdogs.ask(await _active(context, arguments), "/outbox/stuck", asked))["databases"]
     parked = {answer["database"]: answer["parked"] for answer in found if "parked" in answer}
     problems = {answer["database"]: answer["problem"] for answer in found if "problem" in answer}
     rows = (
@@ -188,44 +188,44 @@ async def _plan_retry(desk: Desk, arguments: Arguments) -> Plan:
     )
 
 
-async def _carry_out_retry(desk: Desk, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
+async def _carry_out_retry(context: ActionContext, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
     """Carry out the retry. The audit row is written first, the outcome second."""
-    address = await _active(desk, arguments)
+    address = await _active(context, arguments)
     try:
-        await desk.registry.change((), replace(audit, result="begun"))
+        await context.registry.change((), replace(audit, result="begun"))
     except OutcomeUnknown as error:
         raise NotServed(f"no watchdog was asked, as the database failed: {error}") from error
     asked = {"database": arguments["database"], "ids": ",".join(arguments.names("ids"))}
     try:
-        found = (await desk.watchdogs.ask(address, "/outbox/retry", asked, changes=True))["databases"]
+        found = (await context.watchdogs.ask(address, "/outbox/retry", asked, changes=True))["databases"]
     except QmqError as error:
-        await _record(desk, replace(audit, result="unknown" if isinstance(error, OutcomeUnknown) else "failed"))
+        await _record(context, replace(audit, result="unknown" if isinstance(error, OutcomeUnknown) else "failed"))
         raise
     retried = {answer["database"]: answer["retried"] for answer in found if "retried" in answer}
     problems = {answer["database"]: answer["problem"] for answer in found if "problem" in answer}
     data = {"retried": retried, "notAsked": problems}
-    await _record(desk, replace(audit, after=data, result="partly done" if problems else "done"))
+    await _record(context, replace(audit, after=data, result="partly done" if problems else "done"))
     if problems:  # a slow database's outcome is unknown
         text = "; ".join(f"{url}: {why}" for url, why in problems.items())
         raise PartlyDone(f"not of every database: {text}. OutboxStuck lists the rows that are parked still", data)
     return data
 
 
-async def _record(desk: Desk, audit: AuditRow) -> None:
+async def _record(context: ActionContext, audit: AuditRow) -> None:
     try:
-        await desk.registry.change((), audit)
+        await context.registry.change((), audit)
     except QmqError as error:  # the watchdog has done it, and the first row records the beginning
         log.warning("end of OutboxRetry not recorded reason=%s", error)
 
 
-async def watchdog_leases(desk: Desk) -> list[LeaseRow]:
+async def watchdog_leases(context: ActionContext) -> list[LeaseRow]:
     """Return the leases of watchdogs, one per room. Raises DatabaseAway."""
-    leases = await desk.database.read(lambda repository: repository.leases())
+    leases = await context.database.read(lambda repository: repository.leases())
     return [row for row in leases if row.name.startswith(WATCHDOGS)]
 
 
-async def _active(desk: Desk, arguments: Arguments) -> str:
-    row = next((row for row in await watchdog_leases(desk) if _room(row) == arguments["room"]), None)
+async def _active(context: ActionContext, arguments: Arguments) -> str:
+    row = next((row for row in await watchdog_leases(context) if _room(row) == arguments["room"]), None)
     if row is None:
         raise OperatorError(
             f"no watchdog of the room {arguments['room']!r} was ever active; ListWatchdogs names the rooms"

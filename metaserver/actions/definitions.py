@@ -22,7 +22,7 @@ from qmq.errors import InvalidName, OperatorError
 from qmq.metaserver.access import is_valid
 from qmq.metaserver.actions.arguments import Arguments
 from qmq.metaserver.actions.consumers import DROP_OLDEST, EXPIRED_DEAD_LETTER, limit, limits_json, offline_json
-from qmq.metaserver.actions.desk import ROUTES_AT_ONCE, Desk, Handler, wall_ms
+from qmq.metaserver.actions.context import ROUTES_AT_ONCE, ActionContext, Handler, wall_ms
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.model import DELAY, Directory, Group, Offline, ReadonlyMark, Route, Routes, TokenRow
 from qmq.metaserver.storage.changes import AddSubject, Change, DecidedOn, SetGroupState, SetMark, SetOffline, SetRoute
@@ -46,10 +46,10 @@ def token_json(row: TokenRow) -> dict[str, Any]:
     return {"name": row.name, "role": row.role, **scope, "expires": row.expires_ms}
 
 
-async def _export(desk: Desk, arguments: Arguments) -> Any:
-    directory, now = desk.registry.directory, wall_ms()
+async def _export(context: ActionContext, arguments: Arguments) -> Any:
+    directory, now = context.registry.directory, wall_ms()
     routes = []
-    for number, route in enumerate(list(desk.registry.routes.values())):
+    for number, route in enumerate(list(context.registry.routes.values())):
         if route.groups:
             routes.append({"subject": route.subject, "brokerGroups": list(route.groups)})
         if number % ROUTES_AT_ONCE == ROUTES_AT_ONCE - 1:
@@ -64,7 +64,7 @@ async def _export(desk: Desk, arguments: Arguments) -> Any:
         "marks": [{"subject": mark.subject, "brokerGroup": mark.group} for mark in sorted(directory.marks)],
         "offline": [offline_json(rule) for rule in sorted(directory.offline)],
         "limits": [limits_json(row) for row in sorted(directory.limits)],
-        "tokens": [token_json(row) for row in desk.registry.tokens if is_valid(row, now)],
+        "tokens": [token_json(row) for row in context.registry.tokens if is_valid(row, now)],
     }
 
 
@@ -233,8 +233,8 @@ def _count(value: Any) -> int:
     return value
 
 
-async def _import(desk: Desk, arguments: Arguments) -> Plan:
-    registry = desk.registry
+async def _import(context: ActionContext, arguments: Arguments) -> Plan:
+    registry = context.registry
     try:
         document = json.loads(arguments["definitions"])
     except ValueError as error:

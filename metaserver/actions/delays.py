@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
 from qmq.metaserver.actions.arguments import Arguments
-from qmq.metaserver.actions.desk import Desk, Handler, PartlyDone, together, wall_ms
+from qmq.metaserver.actions.context import ActionContext, Handler, PartlyDone, together, wall_ms
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.model import DELAY, AuditRow, Broker, Group
 from qmq.proto import qmq_pb2 as pb
@@ -24,12 +24,12 @@ CANCELLED, SENT, UNKNOWN = "cancelled", "sent", "unknown"
 A = TypeVar("A")
 
 
-async def _stats(desk: Desk, arguments: Arguments) -> Any:
+async def _stats(context: ActionContext, arguments: Arguments) -> Any:
     begin_ms = wall_ms()
     request = pb.DelayStatsRequest(
         subject=arguments["subject"], begin_ms=begin_ms, end_ms=begin_ms + arguments.number("hours") * HOUR_MS
     )
-    answers, unasked = await _ask_all(desk, arguments, lambda broker: desk.brokers.delay_stats(broker, request))
+    answers, unasked = await _ask_all(context, arguments, lambda broker: context.brokers.delay_stats(broker, request))
     hours: dict[int, int] = {}
     for answer in answers.values():
         for hour in answer.hours:
@@ -60,7 +60,7 @@ def _stats_json(name: str, answer: pb.DelayStatsAnswer) -> dict[str, Any]:
     }
 
 
-async def _list(desk: Desk, arguments: Arguments) -> Any:
+async def _list(context: ActionContext, arguments: Arguments) -> Any:
     limit = arguments.number("limit")
     request = pb.ListDelayedRequest(
         subject=arguments["subject"],
@@ -68,7 +68,7 @@ async def _list(desk: Desk, arguments: Arguments) -> Any:
         end_ms=arguments.number("until"),
         messages_max=limit,
     )
-    answers, unasked = await _ask_all(desk, arguments, lambda broker: desk.brokers.list_delayed(broker, request))
+    answers, unasked = await _ask_all(context, arguments, lambda broker: context.brokers.list_delayed(broker, request))
     parts = [[_message_json(name, message) for message in answer.messages] for name, answer in answers.items()]
     count = sum(map(len, parts))
     messages = list(islice(merge(*parts, key=lambda message: (message["due"], message["number"])), limit))
@@ -90,10 +90,10 @@ def _message_json(name: str, message: pb.DelayedMessage) -> dict[str, Any]:
     }
 
 
-async def _schedules(desk: Desk, arguments: Arguments) -> Any:
+async def _schedules(context: ActionContext, arguments: Arguments) -> Any:
     limit = arguments.number("limit")
     request = pb.ListDelayedRequest(subject=arguments["subject"], messages_max=limit, recurring=True)
-    answers, unasked = await _ask_all(desk, arguments, lambda broker: desk.brokers.list_delayed(broker, request))
+    answers, unasked = await _ask_all(context, arguments, lambda broker: context.brokers.list_delayed(broker, request))
     rows = [
         _schedule_json(name, message)
         for name, answer in answers.items()
@@ -118,11 +118,11 @@ def _schedule_json(name: str, message: pb.DelayedMessage) -> dict[str, Any]:
     }
 
 
-async def _plan_cancel(desk: Desk, arguments: Arguments) -> Plan:
+async def _plan_cancel(context: ActionContext, arguments: Arguments) -> Plan:
     if not arguments.names("ids") and not arguments.names("keys"):
         return refused("name the messages: ids, keys or both, separated by commas")
     try:
-        groups = _groups(desk, arguments)
+        groups = _groups(context, arguments)
     except OperatorError as refusal:
         return refused(str(refusal))
     return Plan(
@@ -133,24 +133,24 @@ async def _plan_cancel(desk: Desk, arguments: Arguments) -> Plan:
     )
 
 
-async def _carry_out_cancel(desk: Desk, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
+async def _carry_out_cancel(context: ActionContext, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
     """Send the order to every group, since a message is in one of them. The audit row is written first, the outcome
     second.
     """
     try:
-        await desk.registry.change((), replace(audit, result="begun"))
+        await context.registry.change((), replace(audit, result="begun"))
     except OutcomeUnknown as error:
         raise NotServed(f"no delay server was asked, as the database failed: {error}") from error
     ids, keys = arguments.names("ids"), arguments.names("keys")
     request = pb.CancelDelayedRequest(subject=arguments["subject"], ids=ids, keys=keys)
-    answers, failed = await _ask_all(desk, arguments, lambda broker: desk.brokers.cancel_delayed(broker, request))
+    answers, failed = await _ask_all(context, arguments, lambda broker: context.brokers.cancel_delayed(broker, request))
     outcomes = {
         "ids": _fates(ids, [answer.ids for answer in answers.values()]),
         "keys": _fates(keys, [answer.keys for answer in answers.values()]),
     }
     result = "done" if not failed else "partly done" if answers else "failed"
     try:
-        await desk.registry.change((), replace(audit, after=outcomes, result=result))
+        await context.registry.change((), replace(audit, after=outcomes, result=result))
     except QmqError as error:  # the delay servers have done it, and the first row records the beginning
         log.warning("end of CancelDelayed not recorded subject=%s reason=%s", arguments["subject"], error)
     data = {"subject": arguments["subject"], **outcomes, "unasked": failed}
@@ -172,8 +172,8 @@ def _fates(names: list[str], answers: Iterable[Iterable[str]]) -> dict[str, str]
     return fates
 
 
-def _groups(desk: Desk, arguments: Arguments) -> list[Group]:
-    groups, only = desk.registry.directory.groups_of(DELAY), arguments["brokerGroup"]
+def _groups(context: ActionContext, arguments: Arguments) -> list[Group]:
+    groups, only = context.registry.directory.groups_of(DELAY), arguments["brokerGroup"]
     if only and only not in groups:
         raise OperatorError(f"there is no group {only} of delay servers; ListBrokerGroups names them")
     if not groups:
@@ -182,17 +182,17 @@ def _groups(desk: Desk, arguments: Arguments) -> list[Group]:
 
 
 async def _ask_all(
-    desk: Desk, arguments: Arguments, ask: Callable[[Broker], Awaitable[A]]
+    context: ActionContext, arguments: Arguments, ask: Callable[[Broker], Awaitable[A]]
 ) -> tuple[dict[str, A], dict[str, str]]:
     """Ask the masters of the delay groups; return the answers, and for each missing one the reason."""
 
     async def caught(group: Group) -> A | QmqError:
         try:
-            return await ask(desk.master_of(group))
+            return await ask(context.master_of(group))
         except QmqError as error:
             return error
 
-    groups = _groups(desk, arguments)
+    groups = _groups(context, arguments)
     results = await together([caught(group) for group in groups])
     answers, failed = {}, {}
     for group, result in zip(groups, results, strict=True):

@@ -19,7 +19,7 @@ from qmq.errors import NotServed, OperatorError, QmqError
 from qmq.metaserver.access import is_valid
 from qmq.metaserver.actions.arguments import Arguments
 from qmq.metaserver.actions.causes import Check, CheckKind, call_of, one_per_cause
-from qmq.metaserver.actions.desk import Desk, Handler, together, wall_ms
+from qmq.metaserver.actions.context import ActionContext, Handler, together, wall_ms
 from qmq.metaserver.actions.shapes import broker_json, parted_json
 from qmq.metaserver.cluster.old_database import COMMANDS
 from qmq.metaserver.model import Broker, Group, ReplicaState, part
@@ -43,12 +43,12 @@ Ask = Callable[[Broker], Awaitable[ReplicaState]]
 """Returns a broker's state. Raises NotServed, OperatorError."""
 
 
-async def _doctor(desk: Desk, arguments: Arguments, caller: Caller) -> Any:
+async def _doctor(context: ActionContext, arguments: Arguments, caller: Caller) -> Any:
     """Return the checks of the metaserver; the tool adds those of its own machine."""
-    own, here = await own_refusals(desk), arguments.flag("here")
-    checks = [_routes(own["routes"])] if here else await examine(desk, desk.brokers.replica_status)
+    own, here = await own_refusals(context), arguments.flag("here")
+    checks = [_routes(own["routes"])] if here else await examine(context, context.brokers.replica_status)
     return {
-        "version": desk.version,
+        "version": context.version,
         "time": wall_ms(),
         "caller": {"name": caller.name, "role": str(caller.role)},
         "healthy": all(check["ok"] for check in checks),
@@ -57,47 +57,50 @@ async def _doctor(desk: Desk, arguments: Arguments, caller: Caller) -> Any:
     }
 
 
-async def examine_reported(desk: Desk, *, everywhere: bool = False) -> list[Check]:
+async def examine_reported(context: ActionContext, *, everywhere: bool = False) -> list[Check]:
     """Run all checks without asking a broker: cheap enough to repeat all day. `everywhere`: with the refusals of the
     other metaservers, which each have their own.
     """
 
     async def reported(broker: Broker) -> ReplicaState:
-        state = desk.registry.state(broker)
+        state = context.registry.state(broker)
         if state is None:
             raise NotServed(f"{broker.key} sends no heartbeats")
         return state
 
-    return await examine(desk, reported, everywhere=everywhere)
+    return await examine(context, reported, everywhere=everywhere)
 
 
-async def examine(desk: Desk, ask: Ask, *, everywhere: bool = True) -> list[Check]:
-    refusals = await _refusals(desk, everywhere=everywhere)
+async def examine(context: ActionContext, ask: Ask, *, everywhere: bool = True) -> list[Check]:
+    refusals = await _refusals(context, everywhere=everywhere)
     places = {name: text for refused in refusals for name, text in refused["brokers"].items()}
-    database, brokers = await asyncio.gather(_database(desk), _brokers(desk, ask, places))
+    database, brokers = await asyncio.gather(_database(context), _brokers(context, ask, places))
     unplaced = _by_group(refusals)
-    groups, tokens, metaservers = await _groups(desk, unplaced), await _tokens(desk), _metaservers(desk)
+    groups, tokens, metaservers = await _groups(context, unplaced), await _tokens(context), _metaservers(context)
     routes = _routes({text for refused in refusals for text in refused["routes"]})
-    return one_per_cause([database, *brokers, *groups, *tokens, _passwords(desk), routes, metaservers])
+    return one_per_cause([database, *brokers, *groups, *tokens, _passwords(context), routes, metaservers])
 
 
-async def _refusals(desk: Desk, *, everywhere: bool) -> list[Mapping[str, Any]]:
-    others = (await desk.clients.elsewhere("Doctor"))[0].values() if everywhere else ()
-    return [await own_refusals(desk, asks=everywhere), *(other["refusals"] for other in others if "refusals" in other)]
+async def _refusals(context: ActionContext, *, everywhere: bool) -> list[Mapping[str, Any]]:
+    others = (await context.clients.elsewhere("Doctor"))[0].values() if everywhere else ()
+    return [
+        await own_refusals(context, asks=everywhere),
+        *(other["refusals"] for other in others if "refusals" in other),
+    ]
 
 
-async def own_refusals(desk: Desk, *, asks: bool = True) -> dict[str, Any]:
+async def own_refusals(context: ActionContext, *, asks: bool = True) -> dict[str, Any]:
     """Return refusals that no other metaserver has: routes of clients, places of brokers, and brokers without a place.
 
     Args:
         asks: brokers without a place are asked for the ends of their logs.
     """
-    registry = desk.registry
+    registry = context.registry
     unplaced = registry.registration.unplaced()
-    reaches = await together([_reach(desk, broker) for broker, _ in unplaced]) if asks else [[]] * len(unplaced)
+    reaches = await together([_reach(context, broker) for broker, _ in unplaced]) if asks else [[]] * len(unplaced)
     texts = {str(broker.key): registry.registration.refused_lately(broker) for broker in registry.directory.brokers()}
     return {
-        "routes": list(desk.refusals().values()),
+        "routes": list(context.refusals().values()),
         "brokers": {name: text for name, text in texts.items() if text},
         "unplaced": [
             broker_json(broker) | {"kind": broker.kind, "term": term, "reach": reach}
@@ -106,28 +109,28 @@ async def own_refusals(desk: Desk, *, asks: bool = True) -> dict[str, Any]:
     }
 
 
-async def _reach(desk: Desk, broker: Broker) -> list[int]:
+async def _reach(context: ActionContext, broker: Broker) -> list[int]:
     """Return the end of the log of a broker without a place, as `ReplicaState.reach`; empty: it does not answer."""
     try:
-        return [*(await desk.brokers.replica_status(broker)).reach]
+        return [*(await context.brokers.replica_status(broker)).reach]
     except QmqError:
         return []
 
 
-async def copies_without_place(desk: Desk, group: str) -> list[Mapping[str, Any]]:
+async def copies_without_place(context: ActionContext, group: str) -> list[Mapping[str, Any]]:
     """Return the brokers that have a group's log and no place, the one with the most of the log first."""
-    return _by_group(await _refusals(desk, everywhere=True)).get(group, [])
+    return _by_group(await _refusals(context, everywhere=True)).get(group, [])
 
 
-async def _database(desk: Desk) -> Check:
+async def _database(context: ActionContext) -> Check:
     began = time.monotonic()
     try:
-        await desk.database.read(lambda repository: repository.ping())
+        await context.database.read(lambda repository: repository.ping())
     except DatabaseSetAside as error:
         return _check(CheckKind.DATABASE, False, str(error), COMMANDS)
     except QmqError as error:
         return _check(CheckKind.DATABASE, False, str(error), "start it, or correct the setting database")
-    bad = desk.bad_rows()
+    bad = context.bad_rows()
     took_ms = round((time.monotonic() - began) * 1000)
     if bad:
         text = f"{bad} invalid rows are ignored"
@@ -135,17 +138,20 @@ async def _database(desk: Desk) -> Check:
     return _check(CheckKind.DATABASE, True, f"answers in {took_ms} ms")
 
 
-async def _brokers(desk: Desk, ask: Ask, places: Mapping[str, str]) -> list[Check]:
-    brokers = sorted(desk.registry.directory.brokers(), key=lambda broker: (broker.group, broker.role))
+async def _brokers(context: ActionContext, ask: Ask, places: Mapping[str, str]) -> list[Check]:
+    brokers = sorted(context.registry.directory.brokers(), key=lambda broker: (broker.group, broker.role))
     checks: list[Check] = []
     for begin in range(0, len(brokers), AT_ONCE):
-        checks += await together([_broker(desk, broker, ask, places) for broker in brokers[begin : begin + AT_ONCE]])
+        checks += await together([_broker(context, broker, ask, places) for broker in brokers[begin : begin + AT_ONCE]])
     return checks
 
 
-async def _broker(desk: Desk, broker: Broker, ask: Ask, places: Mapping[str, str]) -> Check:
-    facts = broker_json(broker, up=desk.registry.is_up(broker)) | {"incarnation": broker.incarnation, "answers": False}
-    facts["minCopies"] = desk.find_group(broker.group).min_copies
+async def _broker(context: ActionContext, broker: Broker, ask: Ask, places: Mapping[str, str]) -> Check:
+    facts = broker_json(broker, up=context.registry.is_up(broker)) | {
+        "incarnation": broker.incarnation,
+        "answers": False,
+    }
+    facts["minCopies"] = context.find_group(broker.group).min_copies
     of = f"{broker.key} ({broker.part.name} of {broker.group})"
     check = partial(_check, CheckKind.BROKER, of=of, facts=facts)
     if not broker.incarnation:
@@ -200,13 +206,13 @@ def _by_group(refusals: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[s
     return found
 
 
-async def _groups(desk: Desk, unplaced: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Check]:
-    groups = [group for _, group in sorted(desk.registry.directory.groups.items())]
+async def _groups(context: ActionContext, unplaced: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Check]:
+    groups = [group for _, group in sorted(context.registry.directory.groups.items())]
     checks: list[Check] = []
     for begin in range(0, len(groups), AT_ONCE):
-        checks += [_group(desk, group, unplaced.get(group.name, ())) for group in groups[begin : begin + AT_ONCE]]
+        checks += [_group(context, group, unplaced.get(group.name, ())) for group in groups[begin : begin + AT_ONCE]]
         await asyncio.sleep(0)
-    for name in sorted(unplaced.keys() - desk.registry.directory.groups.keys()):
+    for name in sorted(unplaced.keys() - context.registry.directory.groups.keys()):
         found, remedy = _return_places(unplaced[name], Role.MASTER)
         checks.append(_check(CheckKind.GROUP, False, f"has no row, but {found}", remedy, of=name))
     return checks + [_loss(group) for group in groups if group.lost_term]
@@ -239,14 +245,14 @@ def _return_places(unplaced: Sequence[Mapping[str, Any]], first: Role) -> tuple[
     )
 
 
-def _group(desk: Desk, group: Group, unplaced: Sequence[Mapping[str, Any]] = ()) -> Check:
+def _group(context: ActionContext, group: Group, unplaced: Sequence[Mapping[str, Any]] = ()) -> Check:
     check, marked = (
         partial(_check, CheckKind.GROUP, of=group.name),
-        desk.registry.directory.readonly_subjects(group.name),
+        context.registry.directory.readonly_subjects(group.name),
     )
     if group.half_swapped:
         return check(False, "is half swapped", f"finish it with ReplaceBroker --role={part(Role.SLAVE, group.kind):d}")
-    if old := desk.registry.old_row(group.name):
+    if old := context.registry.old_row(group.name):
         return check(False, old.found, old.remedy)
     if group.master is None or not group.slaves:
         lacks = "slave" if group.master else "master"
@@ -257,18 +263,18 @@ def _group(desk: Desk, group: Group, unplaced: Sequence[Mapping[str, Any]] = ())
         return check(False, f"has no {lacks}", f"{first}AddBroker adds a {lacks}")
     if group.draining or marked:
         return check(True, "is drained" if group.draining else f"is marked readonly for {', '.join(marked[:3])}")
-    if (why := desk.registry.why_no_failover(group)) is not None:
+    if (why := context.registry.why_no_failover(group)) is not None:
         found, remedy = why
         return check(False, f"has no master, and no slave can be promoted: {found}", remedy)
-    if not desk.registry.is_writable(group):
+    if not context.registry.is_writable(group):
         facts = {"group": group.name, "takesNothing": True}
         return check(False, "rejects produces", "ReplicaStatus shows why", facts=facts)
     return check(True, "accepts produces")
 
 
-async def _tokens(desk: Desk) -> list[Check]:
+async def _tokens(context: ActionContext) -> list[Check]:
     try:
-        rows = await desk.database.read(lambda repository: repository.load_tokens())
+        rows = await context.database.read(lambda repository: repository.load_tokens())
     except QmqError:
         return []  # the database's own line reports it
     now = wall_ms()
@@ -283,8 +289,8 @@ async def _tokens(desk: Desk) -> list[Check]:
     return [_check(CheckKind.TOKENS, False, text, "AddToken makes the next one; two of one name may be valid")]
 
 
-def _passwords(desk: Desk) -> Check:
-    text = "can be stored" if desk.vault.is_open else "cannot be stored: no key; only AddDb needs one"
+def _passwords(context: ActionContext) -> Check:
+    text = "can be stored" if context.vault.is_open else "cannot be stored: no key; only AddDb needs one"
     return _check(CheckKind.PASSWORDS, True, text, of="of databases")
 
 
@@ -295,8 +301,8 @@ def _routes(refusals: Collection[str]) -> Check:
     return _check(CheckKind.ROUTES, False, text, "raise the named setting, or reduce the number")
 
 
-def _metaservers(desk: Desk) -> Check:
-    registry, check = desk.registry, partial(_check, CheckKind.METASERVERS)
+def _metaservers(context: ActionContext) -> Check:
+    registry, check = context.registry, partial(_check, CheckKind.METASERVERS)
     peers = registry.liveness.peers
     if peers.is_unread(now_ms=registry.now_ms()):
         return check(True, "this one answers; without the database the others are unknown")
@@ -306,7 +312,7 @@ def _metaservers(desk: Desk) -> Check:
     found = [f"{word}: {', '.join(rows)}" for word, rows in (("silent", silent), ("stopped", stopped)) if rows]
     if found:
         return check(False, "; ".join(found), "start them; after a day without them this finding ends by itself")
-    return check(True, f"{len({row.id for row in peers.rows} | {desk.own_id})} up")
+    return check(True, f"{len({row.id for row in peers.rows} | {context.own_id})} up")
 
 
 def _check(

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from qmq.errors import QmqError
-from qmq.metaserver.actions.desk import Desk, together, wall_ms
+from qmq.metaserver.actions.context import ActionContext, together, wall_ms
 from qmq.metaserver.actions.runner import Actions
 from qmq.metaserver.cluster.group_starts import STALE_MS, Asked
 from qmq.proto import qmq_pb2 as pb
@@ -46,8 +46,8 @@ Key = tuple[str, str]
 class GroupExpiry:
     """Finds unused consumer groups, reports and removes them. Made by main; `days` 0: only broadcasts' rows."""
 
-    def __init__(self, desk: Desk, actions: Actions, days: int) -> None:
-        self._desk = desk
+    def __init__(self, context: ActionContext, actions: Actions, days: int) -> None:
+        self._context = context
         self._actions = actions
         self._days = days
         self._first_seen_s: dict[Key, float] = {}
@@ -72,14 +72,14 @@ class GroupExpiry:
         Raises:
             NotServed: a broker group or the database does not answer. Nothing was removed.
         """
-        desk, after = self._desk, self._broadcasts_after
-        rows = await desk.database.read(lambda repository: repository.broadcasts(now_ms - STALE_MS, after, ROWS_MAX))
+        context, after = self._context, self._broadcasts_after
+        rows = await context.database.read(lambda repository: repository.broadcasts(now_ms - STALE_MS, after, ROWS_MAX))
         if rows:
             asked = [Asked(*row.key, latest=False, since_ms=0, broadcast=True) for row in rows]
-            mark, masters = secrets.token_hex(8), map(desk.master_of, desk.groups_with_master())
-            answers = await together([desk.brokers.mark_groups(master, mark, asked) for master in masters])
+            mark, masters = secrets.token_hex(8), map(context.master_of, context.groups_with_master())
+            answers = await together([context.brokers.mark_groups(master, mark, asked) for master in masters])
             forgotten = [row for row, *known in zip(rows, *answers, strict=False) if not any(known)]
-            await desk.database.write(lambda repository: repository.store_consumer_groups([], forgotten))
+            await context.database.write(lambda repository: repository.store_consumer_groups([], forgotten))
             if forgotten:
                 log.info("rows of forgotten broadcast consumers removed rows=%d", len(forgotten))
         self._broadcasts_after = rows[-1].key if len(rows) == ROWS_MAX else ("", "")
@@ -140,11 +140,11 @@ class GroupExpiry:
         return found
 
     async def _ask(self, *, subject: str = "", group: str = "", unused_before_ms: int = 0) -> list[pb.GroupProgress]:
-        desk = self._desk
+        context = self._context
         asked = [
-            desk.brokers.consumers(
-                desk.master_of(broker_group), subject=subject, group=group, unused_before_ms=unused_before_ms
+            context.brokers.consumers(
+                context.master_of(broker_group), subject=subject, group=group, unused_before_ms=unused_before_ms
             )
-            for broker_group in desk.groups_with_master()
+            for broker_group in context.groups_with_master()
         ]
         return [row for answer in await together(asked) for row in answer.groups]

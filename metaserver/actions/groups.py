@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
 from qmq.metaserver.actions.arguments import Arguments
-from qmq.metaserver.actions.desk import Desk, Handler, OldRoutes, together
+from qmq.metaserver.actions.context import ActionContext, Handler, OldRoutes, together
 from qmq.metaserver.actions.plan import LISTED_MAX, Plan, refused
 from qmq.metaserver.console.display import Look, per_second
 from qmq.metaserver.model import ALL_SUBJECTS, DELAY, AuditRow, Broker, Directory, Group, ReadonlyMark, Route, Routes
@@ -157,47 +157,47 @@ LOOK_AGAIN_S = 0.1
 """Routes reach clients within tens of milliseconds."""
 
 
-async def _mark(desk: Desk, arguments: Arguments) -> Plan:
-    return await _plan_mark(desk, arguments, readonly=True)
+async def _mark(context: ActionContext, arguments: Arguments) -> Plan:
+    return await _plan_mark(context, arguments, readonly=True)
 
 
-async def _unmark(desk: Desk, arguments: Arguments) -> Plan:
-    return await _plan_mark(desk, arguments, readonly=False)
+async def _unmark(context: ActionContext, arguments: Arguments) -> Plan:
+    return await _plan_mark(context, arguments, readonly=False)
 
 
-async def _plan_mark(desk: Desk, arguments: Arguments, *, readonly: bool) -> Plan:
-    directory, subject, group = desk.registry.directory, arguments["subject"], arguments["brokerGroup"]
+async def _plan_mark(context: ActionContext, arguments: Arguments, *, readonly: bool) -> Plan:
+    directory, subject, group = context.registry.directory, arguments["subject"], arguments["brokerGroup"]
     return await _on_routes(
-        desk,
+        context,
         subject,
         group,
         lambda routes: mark_readonly(directory, routes, subject, group, readonly=readonly),
     )
 
 
-async def _on_routes(desk: Desk, subject: str, group: str, work: Callable[[Mapping[str, Route]], R]) -> R:
+async def _on_routes(context: ActionContext, subject: str, group: str, work: Callable[[Mapping[str, Route]], R]) -> R:
     """Run `work` on the routes that a mark of this subject, or of all, affects."""
     if subject == ALL_SUBJECTS:
-        return await desk.on_routes_of({group}, work)
-    return work(desk.registry.routes)
+        return await context.on_routes_of({group}, work)
+    return work(context.registry.routes)
 
 
-async def _after_mark(desk: Desk, arguments: Arguments, plan: Plan) -> Any:
-    directory, group = desk.registry.directory, arguments["brokerGroup"]
+async def _after_mark(context: ActionContext, arguments: Arguments, plan: Plan) -> Any:
+    directory, group = context.registry.directory, arguments["brokerGroup"]
     without = await _on_routes(
-        desk, arguments["subject"], group, lambda routes: stranded(directory, routes, group, plan.subjects)
+        context, arguments["subject"], group, lambda routes: stranded(directory, routes, group, plan.subjects)
     )
-    held = await wait_for_old_routes(desk, group, arguments["subject"], arguments.number("waitMs"))
+    held = await wait_for_old_routes(context, group, arguments["subject"], arguments.number("waitMs"))
     return {**plan.data, **held, "withoutOtherGroup": {"count": len(without), "names": without[:LISTED_MAX]}}
 
 
-async def wait_for_old_routes(desk: Desk, group: str, subject: str, wait_ms: int) -> dict[str, Any]:
+async def wait_for_old_routes(context: ActionContext, group: str, subject: str, wait_ms: int) -> dict[str, Any]:
     """Count the clients that may still use a group as writable; wait until there are none, or for `wait_ms`."""
     began = time.monotonic()
-    counts = await desk.clients.old_routes(group, subject)
+    counts = await context.clients.old_routes(group, subject)
     while not _are_all_current(counts) and (time.monotonic() - began) * 1000 < wait_ms:
         await asyncio.sleep(LOOK_AGAIN_S)
-        counts = await desk.clients.old_routes(group, subject)
+        counts = await context.clients.old_routes(group, subject)
     return {
         "producers": counts.producers,
         "consumers": counts.consumers,
@@ -212,40 +212,40 @@ def _are_all_current(counts: OldRoutes) -> bool:
     return not counts.producers and not counts.consumers and not counts.unasked
 
 
-async def _list_readonly(desk: Desk, arguments: Arguments) -> Any:
-    marks = [mark for mark in sorted(desk.registry.directory.marks) if arguments["brokerGroup"] in ("", mark.group)]
-    counts = await together([wait_for_old_routes(desk, mark.group, mark.subject, 0) for mark in marks])
+async def _list_readonly(context: ActionContext, arguments: Arguments) -> Any:
+    marks = [mark for mark in sorted(context.registry.directory.marks) if arguments["brokerGroup"] in ("", mark.group)]
+    counts = await together([wait_for_old_routes(context, mark.group, mark.subject, 0) for mark in marks])
     shown = [
         {"subject": mark.subject, "brokerGroup": mark.group, **held} for mark, held in zip(marks, counts, strict=True)
     ]
     draining = [
         {"brokerGroup": name, "subject": ALL_SUBJECTS, "draining": True}
-        for name, group in sorted(desk.registry.directory.groups.items())
+        for name, group in sorted(context.registry.directory.groups.items())
         if group.draining and arguments["brokerGroup"] in ("", name)
     ]
     return {"marks": shown, "draining": draining}
 
 
-async def _drain(desk: Desk, arguments: Arguments) -> Plan:
-    return await _plan_draining(desk, arguments, draining=True)
+async def _drain(context: ActionContext, arguments: Arguments) -> Plan:
+    return await _plan_draining(context, arguments, draining=True)
 
 
-async def _undrain(desk: Desk, arguments: Arguments) -> Plan:
-    return await _plan_draining(desk, arguments, draining=False)
+async def _undrain(context: ActionContext, arguments: Arguments) -> Plan:
+    return await _plan_draining(context, arguments, draining=False)
 
 
-async def _plan_draining(desk: Desk, arguments: Arguments, *, draining: bool) -> Plan:
-    directory, group = desk.registry.directory, arguments["brokerGroup"]
-    return await desk.on_routes_of({group}, lambda routes: set_draining(directory, routes, group, draining=draining))
+async def _plan_draining(context: ActionContext, arguments: Arguments, *, draining: bool) -> Plan:
+    directory, group = context.registry.directory, arguments["brokerGroup"]
+    return await context.on_routes_of({group}, lambda routes: set_draining(directory, routes, group, draining=draining))
 
 
-async def _after_drain(desk: Desk, arguments: Arguments, plan: Plan) -> Any:
+async def _after_drain(context: ActionContext, arguments: Arguments, plan: Plan) -> Any:
     """Return the rest of a drain: producers that may still send, waiting messages, dead letters, routes with the
     group.
     """
     name = arguments["brokerGroup"]
-    held = await wait_for_old_routes(desk, name, ALL_SUBJECTS, arguments.number("waitMs"))
-    contents = await desk.contents(name, ALL_SUBJECTS)
+    held = await wait_for_old_routes(context, name, ALL_SUBJECTS, arguments.number("waitMs"))
+    contents = await context.contents(name, ALL_SUBJECTS)
     left = contents.most_first
     return {
         **plan.data,
@@ -268,23 +268,23 @@ async def _after_drain(desk: Desk, arguments: Arguments, plan: Plan) -> Any:
     }
 
 
-async def _set_tag(desk: Desk, arguments: Arguments) -> Plan:
-    return set_tag(desk.registry.directory, arguments["brokerGroup"], arguments["tag"])
+async def _set_tag(context: ActionContext, arguments: Arguments) -> Plan:
+    return set_tag(context.registry.directory, arguments["brokerGroup"], arguments["tag"])
 
 
-async def _set_failover(desk: Desk, arguments: Arguments) -> Plan:
-    return set_failover(desk.registry.directory, arguments["brokerGroup"], arguments["failover"])
+async def _set_failover(context: ActionContext, arguments: Arguments) -> Plan:
+    return set_failover(context.registry.directory, arguments["brokerGroup"], arguments["failover"])
 
 
-async def _acknowledge_loss(desk: Desk, arguments: Arguments) -> Plan:
-    return acknowledge_loss(desk.registry.directory, arguments["brokerGroup"])
+async def _acknowledge_loss(context: ActionContext, arguments: Arguments) -> Plan:
+    return acknowledge_loss(context.registry.directory, arguments["brokerGroup"])
 
 
-async def _rates(desk: Desk, arguments: Arguments) -> Any:
+async def _rates(context: ActionContext, arguments: Arguments) -> Any:
     """Return the rates of the master since its process began; a change of roles begins anew."""
-    group = desk.find_group(arguments["brokerGroup"])
+    group = context.find_group(arguments["brokerGroup"])
     try:
-        samples = (await desk.brokers.rates(desk.master_of(group))).samples
+        samples = (await context.brokers.rates(context.master_of(group))).samples
     except QmqError as error:
         return {"brokerGroup": group.name, "rates": [], "unasked": {group.name: str(error)}}
     looks = [Look(sample.at_ms, {"taken": sample.taken, "delivered": sample.delivered}) for sample in samples]
@@ -295,9 +295,9 @@ async def _rates(desk: Desk, arguments: Arguments) -> Any:
 log = logging.getLogger("qmq.metaserver")
 
 
-async def _list_quarantine(desk: Desk, arguments: Arguments) -> Any:
-    brokers = desk.find_group(arguments["brokerGroup"]).brokers
-    answers = await asyncio.gather(*(_ask_quarantine(desk, broker) for broker in brokers))
+async def _list_quarantine(context: ActionContext, arguments: Arguments) -> Any:
+    brokers = context.find_group(arguments["brokerGroup"]).brokers
+    answers = await asyncio.gather(*(_ask_quarantine(context, broker) for broker in brokers))
     return {
         "brokers": [_copy_json(broker, found) for broker, found in zip(brokers, answers, strict=True)],
         "unasked": {
@@ -308,9 +308,9 @@ async def _list_quarantine(desk: Desk, arguments: Arguments) -> Any:
     }
 
 
-async def _ask_quarantine(desk: Desk, broker: Broker) -> pb.QuarantineAnswer | QmqError:
+async def _ask_quarantine(context: ActionContext, broker: Broker) -> pb.QuarantineAnswer | QmqError:
     try:
-        return await desk.brokers.quarantine(broker, pb.QuarantineRequest())
+        return await context.brokers.quarantine(broker, pb.QuarantineRequest())
     except QmqError as error:
         return error
 
@@ -338,11 +338,11 @@ def _part_json(part: pb.KeptPart) -> dict[str, Any]:
     }
 
 
-async def _plan_clear(desk: Desk, arguments: Arguments) -> Plan:
+async def _plan_clear(context: ActionContext, arguments: Arguments) -> Plan:
     """Plan ClearQuarantine. Evidence is cleared by name only, so an operator must have seen it."""
     try:
-        broker = _broker_at(desk.find_group(arguments["brokerGroup"]), arguments["host"])
-        answer = await desk.brokers.quarantine(broker, pb.QuarantineRequest())
+        broker = _broker_at(context.find_group(arguments["brokerGroup"]), arguments["host"])
+        answer = await context.brokers.quarantine(broker, pb.QuarantineRequest())
     except OperatorError as refusal:
         return refused(str(refusal))
     named, parts = arguments.names("parts"), [_part_json(part) for part in answer.parts]
@@ -356,18 +356,18 @@ async def _plan_clear(desk: Desk, arguments: Arguments) -> Plan:
     return Plan(orders=True, groups=frozenset({broker.group}), before=cleared, after=[])
 
 
-async def _carry_out_clear(desk: Desk, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
+async def _carry_out_clear(context: ActionContext, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
     """Clear the planned parts. The audit row is written first, because cleared parts are gone."""
-    broker = _broker_at(desk.find_group(arguments["brokerGroup"]), arguments["host"])
+    broker = _broker_at(context.find_group(arguments["brokerGroup"]), arguments["host"])
     try:
-        await desk.registry.change((), replace(audit, result="begun"))
+        await context.registry.change((), replace(audit, result="begun"))
     except OutcomeUnknown as error:
         raise NotServed(f"nothing was cleared, as the database failed: {error}") from error
     request = pb.QuarantineRequest(cleared=[part["name"] for part in plan.before])
-    answer = await desk.brokers.quarantine(broker, request)
+    answer = await context.brokers.quarantine(broker, request)
     cleared = [_part_json(part) for part in answer.parts]
     try:
-        await desk.registry.change((), replace(audit, after={"cleared": cleared}, result="done"))
+        await context.registry.change((), replace(audit, after={"cleared": cleared}, result="done"))
     except QmqError as error:  # it is cleared, and the first row records the beginning
         log.warning("end of ClearQuarantine not recorded broker=%s reason=%s", broker.key, error)
     return {"broker": str(broker.key), "bytes": sum(part["bytes"] for part in cleared), "cleared": cleared}

@@ -13,8 +13,8 @@ from typing import Any
 from qmq.errors import NotServed, QmqError
 from qmq.metaserver.access import is_valid, new_token
 from qmq.metaserver.actions.arguments import Arguments
+from qmq.metaserver.actions.context import ActionContext, Handler, together, wall_ms
 from qmq.metaserver.actions.databases import watchdog_leases
-from qmq.metaserver.actions.desk import Desk, Handler, together, wall_ms
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.actions.routes import NAMED_MAX
 from qmq.metaserver.actions.shapes import audit_json, metaserver_json
@@ -109,9 +109,9 @@ DATABASE_WAIT_MS = 60_000
 """A dump of 100,000 subjects takes seconds."""
 
 
-async def _audit_trail(desk: Desk, arguments: Arguments) -> Any:
+async def _audit_trail(context: ActionContext, arguments: Arguments) -> Any:
     about = [arguments[name] for name in ("brokerGroup", "subject", "request") if arguments[name]]
-    rows = await desk.database.read(
+    rows = await context.database.read(
         lambda repository: repository.audit_trail(
             arguments.number("before") or None,
             arguments.number("limit"),
@@ -128,50 +128,50 @@ async def _audit_trail(desk: Desk, arguments: Arguments) -> Any:
     return {"rows": [audit_json(row, whole=whole) for row in rows], "next": rows[-1].id if rows and full else None}
 
 
-async def _backup(desk: Desk, arguments: Arguments) -> Any:
-    return await desk.database.read(lambda repository: repository.dump(), timeout_ms=DATABASE_WAIT_MS)
+async def _backup(context: ActionContext, arguments: Arguments) -> Any:
+    return await context.database.read(lambda repository: repository.dump(), timeout_ms=DATABASE_WAIT_MS)
 
 
-async def _restore(desk: Desk, arguments: Arguments) -> Plan:
-    present = await desk.database.read(lambda repository: repository.dump(), timeout_ms=DATABASE_WAIT_MS)
+async def _restore(context: ActionContext, arguments: Arguments) -> Plan:
+    present = await context.database.read(lambda repository: repository.dump(), timeout_ms=DATABASE_WAIT_MS)
     return restore(json.loads(arguments["backup"]), present, forced=arguments.flag("force"))
 
 
-async def _adopt_database(desk: Desk, arguments: Arguments) -> Plan:
-    present = await desk.database.read(lambda repository: repository.dump(), timeout_ms=DATABASE_WAIT_MS)
+async def _adopt_database(context: ActionContext, arguments: Arguments) -> Plan:
+    present = await context.database.read(lambda repository: repository.dump(), timeout_ms=DATABASE_WAIT_MS)
     return adopt_database(
-        desk.registry.mirror.lost_groups(),
+        context.registry.mirror.lost_groups(),
         present,
-        lambda: desk.registry.dump_memory(present),
+        lambda: context.registry.dump_memory(present),
         keeps_memory=arguments["keep"] == "memory",
     )
 
 
-async def _stored_metaservers(desk: Desk) -> list[MetaserverRow]:
+async def _stored_metaservers(context: ActionContext) -> list[MetaserverRow]:
     try:
-        return await desk.database.read(lambda repository: repository.load_metaservers())
+        return await context.database.read(lambda repository: repository.load_metaservers())
     except NotServed:
         return []  # then only the live ones are known
 
 
-async def _list_metaservers(desk: Desk, arguments: Arguments) -> Any:
-    alive = {row.id: row for row in desk.registry.peers()}
-    known = {**{row.id: row for row in await _stored_metaservers(desk)}, **alive}
+async def _list_metaservers(context: ActionContext, arguments: Arguments) -> Any:
+    alive = {row.id: row for row in context.registry.peers()}
+    known = {**{row.id: row for row in await _stored_metaservers(context)}, **alive}
     rows = sorted(known.values(), key=lambda row: row.http_address)
-    name = desk.settings.get("cluster", "")
-    return [metaserver_json(row, up=row.id in alive, own=row.id == desk.own_id, cluster=name) for row in rows]
+    name = context.settings.get("cluster", "")
+    return [metaserver_json(row, up=row.id in alive, own=row.id == context.own_id, cluster=name) for row in rows]
 
 
 DAY_MS = 24 * 3600 * 1000
 
 
-async def _add_token(desk: Desk, arguments: Arguments) -> Plan:
+async def _add_token(context: ActionContext, arguments: Arguments) -> Plan:
     for name in ("subjects", "groups"):
         if arguments.is_given(name) and not arguments.names(
             name
         ):  # empty variables of a script would make it unlimited
             return refused(f"{name} {arguments[name]!r} names none; leave it out for an unlimited token")
-    known = await desk.database.read(lambda repository: repository.load_tokens())
+    known = await context.database.read(lambda repository: repository.load_tokens())
     try:
         row, text = new_token(
             arguments["name"],
@@ -189,8 +189,8 @@ async def _add_token(desk: Desk, arguments: Arguments) -> Plan:
     return Plan((AddToken(row),), everything=True, after=shown, data={**shown, "token": text})
 
 
-async def _revoke_token(desk: Desk, arguments: Arguments) -> Plan:
-    known = {row.id: row for row in await desk.database.read(lambda repository: repository.load_tokens())}
+async def _revoke_token(context: ActionContext, arguments: Arguments) -> Plan:
+    known = {row.id: row for row in await context.database.read(lambda repository: repository.load_tokens())}
     row = known.get(arguments["id"])
     if row is None:
         return refused(f"there is no token {arguments['id']}; ListTokens names them")
@@ -199,8 +199,8 @@ async def _revoke_token(desk: Desk, arguments: Arguments) -> Plan:
     return Plan((RevokeToken(row.id),), everything=True, before=_token_json(row), data={"revoked": row.id})
 
 
-async def _list_tokens(desk: Desk, arguments: Arguments) -> Any:
-    rows = await desk.database.read(lambda repository: repository.load_tokens())
+async def _list_tokens(context: ActionContext, arguments: Arguments) -> Any:
+    rows = await context.database.read(lambda repository: repository.load_tokens())
     return [_token_json(row) for row in sorted(rows, key=lambda row: (row.name, row.created_ms))]
 
 
@@ -222,15 +222,15 @@ SETTINGS_MAX = 40
 """Brokers that are queried if none is named; more have thousands of settings."""
 
 
-async def _settings(desk: Desk, arguments: Arguments) -> Any:
+async def _settings(context: ActionContext, arguments: Arguments) -> Any:
     """Return the settings of brokers; without a broker group, also of metaservers and active watchdogs."""
     if arguments.flag("here"):
-        return {"processes": [_own_settings(desk)], "unasked": {}, "more": 0}
-    directory, group = desk.registry.directory, arguments["brokerGroup"]
-    others, unasked = ([], {}) if group else await _settings_of_others(desk)
-    named = desk.find_group(group).brokers if group else directory.brokers()
+        return {"processes": [_own_settings(context)], "unasked": {}, "more": 0}
+    directory, group = context.registry.directory, arguments["brokerGroup"]
+    others, unasked = ([], {}) if group else await _settings_of_others(context)
+    named = context.find_group(group).brokers if group else directory.brokers()
     brokers = sorted(named, key=lambda broker: broker.key)
-    answers = await together([_settings_of(desk, broker) for broker in brokers[:SETTINGS_MAX]])
+    answers = await together([_settings_of(context, broker) for broker in brokers[:SETTINGS_MAX]])
     shown = list(zip(brokers, answers, strict=False))
     processes = [
         {"process": str(broker.key), "kind": "delay server" if broker.kind == DELAY else "broker", "settings": answer}
@@ -244,41 +244,41 @@ async def _settings(desk: Desk, arguments: Arguments) -> Any:
     }
 
 
-async def _settings_of_others(desk: Desk) -> tuple[list[dict[str, Any]], dict[str, str]]:
+async def _settings_of_others(context: ActionContext) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Return the settings of all metaservers and of active watchdogs, and the reason for each missing answer."""
-    answers, silent = await desk.clients.elsewhere("Settings")
-    found = [_own_settings(desk), *(process for answer in answers.values() for process in answer["processes"])]
+    answers, silent = await context.clients.elsewhere("Settings")
+    found = [_own_settings(context), *(process for answer in answers.values() for process in answer["processes"])]
     found.sort(key=lambda process: str(process["process"]))
     unasked = dict.fromkeys(silent, "it does not answer, or has an older version")
-    for address in await active_watchdogs(desk):
+    for address in await active_watchdogs(context):
         try:
-            answer = await desk.watchdogs.ask(address, "/settings", {})
+            answer = await context.watchdogs.ask(address, "/settings", {})
             found.append({"process": address, "kind": "watchdog", "settings": answer})
         except QmqError as error:
             unasked[address] = str(error)
     return found, unasked
 
 
-def _own_settings(desk: Desk) -> dict[str, Any]:
-    addresses = {row.id: row.http_address for row in desk.registry.peers()}
-    name = addresses.get(desk.own_id, "this metaserver")
-    return {"process": name, "kind": "metaserver", "settings": dict(desk.settings)}
+def _own_settings(context: ActionContext) -> dict[str, Any]:
+    addresses = {row.id: row.http_address for row in context.registry.peers()}
+    name = addresses.get(context.own_id, "this metaserver")
+    return {"process": name, "kind": "metaserver", "settings": dict(context.settings)}
 
 
-async def active_watchdogs(desk: Desk) -> list[str]:
+async def active_watchdogs(context: ActionContext) -> list[str]:
     """Return the addresses of the active watchdogs, one per room; none while the database is away."""
     try:
-        return [row.address for row in await watchdog_leases(desk) if row.address]
+        return [row.address for row in await watchdog_leases(context) if row.address]
     except QmqError:
         return []
 
 
-async def _settings_of(desk: Desk, broker: Broker) -> dict[str, str] | str:
+async def _settings_of(context: ActionContext, broker: Broker) -> dict[str, str] | str:
     """Return a broker's settings, or the reason for a missing answer."""
     if not broker.control_port:
         return "it never registered"
     try:
-        return await desk.brokers.settings(broker)
+        return await context.brokers.settings(broker)
     except QmqError as error:
         return str(error)
 

@@ -18,7 +18,7 @@ from qmq.message import ORDER_KEY, Message
 from qmq.message_view import body_bytes, body_json, json_type_of, properties_json
 from qmq.metaserver.actions.arguments import Arguments
 from qmq.metaserver.actions.consumers import groups_of_subject
-from qmq.metaserver.actions.desk import Desk, Handler, PartlyDone, together
+from qmq.metaserver.actions.context import ActionContext, Handler, PartlyDone, together
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.model import AuditRow, Group
 from qmq.operator_limits import dead_letter_subjects
@@ -37,13 +37,13 @@ QUESTIONS_MAX = 20
 """Number of requests per broker: each searches for a bounded time, so rare messages take several."""
 
 
-async def _browse(desk: Desk, arguments: Arguments, caller: Caller) -> Any:
+async def _browse(context: ActionContext, arguments: Arguments, caller: Caller) -> Any:
     """List messages as the tools' Browse does: one list over all broker groups, with the missing answers."""
     caller.require_subject(CONSUME, arguments["subject"])
-    groups = groups_of_subject(desk, arguments["subject"], arguments["brokerGroup"])
+    groups = groups_of_subject(context, arguments["subject"], arguments["brokerGroup"])
     for group in groups:
         caller.require_group(group.name)
-    places, limit = _places(desk, arguments["subject"], arguments["deadLettersOf"]), arguments.number("limit")
+    places, limit = _places(context, arguments["subject"], arguments["deadLettersOf"]), arguments.number("limit")
     newest_first = not arguments.is_given("since") and not arguments.is_given("sequence")
     request = pb.BrowseRequest(
         begin=arguments.number("sequence"),
@@ -58,7 +58,7 @@ async def _browse(desk: Desk, arguments: Arguments, caller: Caller) -> Any:
         body_bytes_max=arguments.number("bodyBytes"),
     )
     asked = [(group, place) for group in groups for place in places]
-    found = await together([_look(desk, group, place, request, limit) for group, place in asked])
+    found = await together([_look(context, group, place, request, limit) for group, place in asked])
     unasked = {
         group.name: str(answer) for (group, _), answer in zip(asked, found, strict=True) if isinstance(answer, QmqError)
     }
@@ -81,7 +81,7 @@ def _properties(text: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def _places(desk: Desk, subject: str, dead_letters_of: str) -> list[Place]:
+def _places(context: ActionContext, subject: str, dead_letters_of: str) -> list[Place]:
     """Return the places to read. A group's dead letters may also be in a subject chosen by an operator, marked as the
     group's.
     """
@@ -89,13 +89,13 @@ def _places(desk: Desk, subject: str, dead_letters_of: str) -> list[Place]:
         return [(subject, {})]
     source = real_subject(subject), dead_letters_of
     places: list[Place] = [(dead_letter_subject(*source), {})]
-    if chosen := dead_letter_subjects(desk.registry.directory.limits).get(source):
+    if chosen := dead_letter_subjects(context.registry.directory.limits).get(source):
         places.append((chosen, {SUBJECT: source[0], GROUP: source[1]}))
     return places
 
 
 async def _look(
-    desk: Desk, group: Group, place: Place, request: pb.BrowseRequest, limit: int
+    context: ActionContext, group: Group, place: Place, request: pb.BrowseRequest, limit: int
 ) -> list[pb.BrowsedMessage] | QmqError:
     """Return the first `limit` messages of one broker group, or the error."""
     request = pb.BrowseRequest.FromString(request.SerializeToString())
@@ -104,7 +104,7 @@ async def _look(
     found: list[pb.BrowsedMessage] = []
     try:
         for _ in range(QUESTIONS_MAX):
-            answer = await desk.brokers.browse(desk.master_of(group), request)
+            answer = await context.brokers.browse(context.master_of(group), request)
             found += answer.messages
             if len(found) >= limit or answer.begin >= answer.end:
                 break
@@ -177,17 +177,17 @@ class _Taken:
 
 
 @asynccontextmanager
-async def _taking(desk: Desk, arguments: Arguments, groups: Sequence[Group]) -> AsyncIterator[_Taken]:
+async def _taking(context: ActionContext, arguments: Arguments, groups: Sequence[Group]) -> AsyncIterator[_Taken]:
     taken, source_subject = _Taken(), arguments["from"]
     owner = (arguments["subject"], arguments["group"]) if source_subject else None
     choice = Choice(id=arguments["id"], reason=arguments["reason"], whose=owner)
     to = arguments["to"]
-    at = [desk.master_of(group) for group in groups_of_subject(desk, to, "")] if to else []
+    at = [context.master_of(group) for group in groups_of_subject(context, to, "")] if to else []
     async with AsyncExitStack() as stack:
         for group in groups:
             try:
-                master = desk.master_of(group)
-                source = await desk.brokers.dead_letters(
+                master = context.master_of(group)
+                source = await context.brokers.dead_letters(
                     master, subject=arguments["subject"], group=arguments["group"], to=to, at=at, source=source_subject
                 )
                 stack.push_async_callback(source.close)
@@ -212,16 +212,16 @@ def _needs_redrive(arguments: Arguments) -> tuple[tuple[str, str], ...]:
     return (own, *((right, subject) for right, subject in named if subject))
 
 
-async def _plan_redrive(desk: Desk, arguments: Arguments) -> Plan:
+async def _plan_redrive(context: ActionContext, arguments: Arguments) -> Plan:
     to = arguments["to"]
     if is_derived_name(to):
         return refused(f"{to} is written by brokers alone; without a subject they go back to their group")
     try:
-        groups = groups_of_subject(desk, arguments["subject"], arguments["brokerGroup"])
-        others = groups_of_subject(desk, to, "") if to else []
+        groups = groups_of_subject(context, arguments["subject"], arguments["brokerGroup"])
+        others = groups_of_subject(context, to, "") if to else []
     except OperatorError as refusal:
         return refused(str(refusal))
-    async with _taking(desk, arguments, groups) as taken:
+    async with _taking(context, arguments, groups) as taken:
         rows = [letter.json() for _, letters in taken.chosen for letter in letters[:SHOWN_MAX]]
     after = {"deadLetters": taken.looked_at - taken.count, "goBack": taken.count, "among them": rows[:SHOWN_MAX]}
     return Plan(
@@ -234,15 +234,15 @@ async def _plan_redrive(desk: Desk, arguments: Arguments) -> Plan:
     )
 
 
-async def _carry_out_redrive(desk: Desk, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
+async def _carry_out_redrive(context: ActionContext, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
     """Carry out the move. The audit row is written first, the outcome second."""
     try:
-        await desk.registry.change((), replace(audit, result="begun"))
+        await context.registry.change((), replace(audit, result="begun"))
     except OutcomeUnknown as error:
         raise NotServed(f"no dead letter was moved, as the database failed: {error}") from error
     receipt = Receipt(arguments["subject"], arguments["group"])
-    groups = groups_of_subject(desk, arguments["subject"], arguments["brokerGroup"])
-    async with _taking(desk, arguments, groups) as taken:
+    groups = groups_of_subject(context, arguments["subject"], arguments["brokerGroup"])
+    async with _taking(context, arguments, groups) as taken:
         receipt.looked_at, receipt.unasked = taken.looked_at, taken.unasked
         for source, letters in taken.chosen:
             await _move_all(source, letters, receipt)
@@ -250,7 +250,7 @@ async def _carry_out_redrive(desk: Desk, arguments: Arguments, plan: Plan, audit
     is_whole = not (receipt.unknown or receipt.left or receipt.unasked)
     result = "done" if is_whole else "partly done" if receipt.moved or receipt.unknown else "failed"
     try:
-        await desk.registry.change((), replace(audit, after=counts, result=result))
+        await context.registry.change((), replace(audit, after=counts, result=result))
     except QmqError as error:  # they have gone back, and the first row records the beginning
         log.warning("end of Redrive not recorded subject=%s reason=%s", arguments["subject"], error)
     return _as_shown(receipt, counts, is_whole=is_whole)
@@ -309,12 +309,12 @@ def _needs_produce(arguments: Arguments) -> tuple[tuple[str, str], ...]:
     return ((PRODUCE, arguments["subject"]),)
 
 
-async def _plan_produce(desk: Desk, arguments: Arguments) -> Plan:
+async def _plan_produce(context: ActionContext, arguments: Arguments) -> Plan:
     try:
         message = _message(arguments)
         encode_message(_message(arguments, id=UNSENT), 0)  # raises what the producer would
         groups = groups_of_subject(
-            desk, arguments["subject"], ""
+            context, arguments["subject"], ""
         )  # without a route, a typing error would make a subject
     except QmqError as refusal:
         return refused(str(refusal))
@@ -358,13 +358,13 @@ def _message(arguments: Arguments, id: str | None = None) -> Message:
     )
 
 
-async def _carry_out_produce(desk: Desk, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
+async def _carry_out_produce(context: ActionContext, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
     """Send the message. The audit row is written first: a message cannot be taken back."""
     try:
-        await desk.registry.change((), audit)
+        await context.registry.change((), audit)
     except OutcomeUnknown as error:
         raise NotServed(f"no message was sent, as the database failed: {error}") from error
-    receipt = (await desk.send(_message(arguments))).check()
+    receipt = (await context.send(_message(arguments))).check()
     return {"id": receipt.message_id, "brokerGroup": receipt.broker_group, "sequence": receipt.sequence}
 
 

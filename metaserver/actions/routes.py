@@ -10,7 +10,7 @@ from typing import Any
 
 from qmq.errors import OperatorError
 from qmq.metaserver.actions.arguments import Arguments
-from qmq.metaserver.actions.desk import Desk, Handler, wall_ms
+from qmq.metaserver.actions.context import ActionContext, Handler, wall_ms
 from qmq.metaserver.actions.plan import Contents, Plan, refused
 from qmq.metaserver.actions.shapes import route_json, subject_json
 from qmq.metaserver.model import ALL_SUBJECTS, NORMAL, Directory, Route, Routes, SubjectInfo, has_route
@@ -246,29 +246,37 @@ def _first(texts: list[str]) -> list[str]:
     return texts[:NAMED_MAX] + ([f"and {rest:,} more subjects"] if rest > 0 else [])
 
 
-async def _add_new_subject(desk: Desk, arguments: Arguments) -> Plan:
-    return add_new_subject(desk.registry.directory, arguments["subject"], arguments["tag"], now_ms=wall_ms())
+async def _add_new_subject(context: ActionContext, arguments: Arguments) -> Plan:
+    return add_new_subject(context.registry.directory, arguments["subject"], arguments["tag"], now_ms=wall_ms())
 
 
-async def _add_group(desk: Desk, arguments: Arguments) -> Plan:
+async def _add_group(context: ActionContext, arguments: Arguments) -> Plan:
     return add_group(
-        desk.registry.directory, desk.registry.routes, arguments["subject"], arguments["brokerGroup"], now_ms=wall_ms()
+        context.registry.directory,
+        context.registry.routes,
+        arguments["subject"],
+        arguments["brokerGroup"],
+        now_ms=wall_ms(),
     )
 
 
-async def _extend(desk: Desk, arguments: Arguments) -> Plan:
-    directory, subject = desk.registry.directory, arguments["relatedSubject"]
+async def _extend(context: ActionContext, arguments: Arguments) -> Plan:
+    directory, subject = context.registry.directory, arguments["relatedSubject"]
     related, new = arguments["relatedBrokerGroup"], arguments["newBrokerGroup"]
-    none_since = _none_since(desk, subject, related, without=new)
-    plan = await desk.on_all_routes(lambda routes: extend(directory, routes, subject, related, new))
+    none_since = _none_since(context, subject, related, without=new)
+    plan = await context.on_all_routes(lambda routes: extend(directory, routes, subject, related, new))
     return replace(plan, changes=(*none_since, *plan.changes)) if plan.changes else plan
 
 
-async def _remove_group(desk: Desk, arguments: Arguments) -> Plan:
+async def _remove_group(context: ActionContext, arguments: Arguments) -> Plan:
     subject, group = arguments["subject"], arguments["brokerGroup"]
-    contents, takes_messages = await desk.contents(group, subject), desk.takes_messages(group)
-    directory, forced, none_since = desk.registry.directory, arguments.flag("force"), _none_since(desk, subject, group)
-    plan = await desk.on_all_routes(
+    contents, takes_messages = await context.contents(group, subject), context.takes_messages(group)
+    directory, forced, none_since = (
+        context.registry.directory,
+        arguments.flag("force"),
+        _none_since(context, subject, group),
+    )
+    plan = await context.on_all_routes(
         lambda routes: remove_group(
             directory, routes, subject, group, contents=contents, takes_messages=takes_messages, forced=forced
         )
@@ -276,19 +284,19 @@ async def _remove_group(desk: Desk, arguments: Arguments) -> Plan:
     return replace(plan, changes=(*none_since, *plan.changes)) if plan.changes else plan
 
 
-def _none_since(desk: Desk, subject: str, group: str, *, without: str = "") -> tuple[NoRouteSince, ...]:
+def _none_since(context: ActionContext, subject: str, group: str, *, without: str = "") -> tuple[NoRouteSince, ...]:
     """Return the condition that no route is made or changed meanwhile that needs the change too; only for `*`."""
-    return (NoRouteSince(desk.registry.routes_version, group, without),) if subject == ALL_SUBJECTS else ()
+    return (NoRouteSince(context.registry.routes_version, group, without),) if subject == ALL_SUBJECTS else ()
 
 
-async def _remove_subject(desk: Desk, arguments: Arguments) -> Plan:
+async def _remove_subject(context: ActionContext, arguments: Arguments) -> Plan:
     subject = arguments["subject"]
-    route = desk.registry.routes.get(subject)
+    route = context.registry.routes.get(subject)
     groups = route.groups if route else ()
-    held: list[Contents] = await asyncio.gather(*(desk.contents(group, subject) for group in groups))
-    counts = [await desk.clients.old_routes(group, subject) for group in groups]
+    held: list[Contents] = await asyncio.gather(*(context.contents(group, subject) for group in groups))
+    counts = [await context.clients.old_routes(group, subject) for group in groups]
     return remove_subject(
-        desk.registry.routes,
+        context.registry.routes,
         subject,
         contents=dict(zip(groups, held, strict=True)),
         users=max((count.watchers for count in counts), default=0),
@@ -296,7 +304,7 @@ async def _remove_subject(desk: Desk, arguments: Arguments) -> Plan:
     )
 
 
-async def _list_routes(desk: Desk, arguments: Arguments) -> Any:
+async def _list_routes(context: ActionContext, arguments: Arguments) -> Any:
     prefix, group, after, limit = (
         arguments["prefix"],
         arguments["brokerGroup"],
@@ -313,25 +321,25 @@ async def _list_routes(desk: Desk, arguments: Arguments) -> Any:
         chosen = nsmallest(limit, found) if limit else sorted(found)  # a page of 100 out of 100,000 is not worth a sort
         return [route_json(routes[subject]) for subject in chosen]
 
-    return await desk.on_all_routes(find)
+    return await context.on_all_routes(find)
 
 
-async def _query_route(desk: Desk, arguments: Arguments) -> Any:
-    directory, subject = desk.registry.directory, real_subject(arguments["subject"])
-    route = desk.registry.routes.get(subject)
+async def _query_route(context: ActionContext, arguments: Arguments) -> Any:
+    directory, subject = context.registry.directory, real_subject(arguments["subject"])
+    route = context.registry.routes.get(subject)
     if route is None or not route.groups:
         raise OperatorError(f"{subject} has no route; it gets one with its first producer or consumer")
     info = directory.subjects.get(subject)
     return {
         **route_json(route),
         "tag": info.tag if info else "",
-        "groups": [_seen(desk, route, name) for name in route.groups],
+        "groups": [_seen(context, route, name) for name in route.groups],
     }
 
 
-def _seen(desk: Desk, route: Route, name: str) -> dict[str, Any]:
+def _seen(context: ActionContext, route: Route, name: str) -> dict[str, Any]:
     """Return one group of a route in the form that clients get."""
-    directory = desk.registry.directory
+    directory = context.registry.directory
     group = directory.groups.get(name)
     if group is None or group.master is None:
         return {"brokerGroup": name, "served": False, "writable": False, "readonly": False, "draining": False}
@@ -339,7 +347,7 @@ def _seen(desk: Desk, route: Route, name: str) -> dict[str, Any]:
     return {
         "brokerGroup": name,
         "served": True,
-        "writable": desk.takes_messages(name) and not marked and not group.draining,
+        "writable": context.takes_messages(name) and not marked and not group.draining,
         "readonly": marked,
         "draining": group.draining,
     }

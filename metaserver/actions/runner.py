@@ -27,7 +27,7 @@ from qmq.metaserver.actions import (
     routes,
 )
 from qmq.metaserver.actions.arguments import Arguments, read_arguments, recorded, unknown_word
-from qmq.metaserver.actions.desk import Desk, Handler, PartlyDone
+from qmq.metaserver.actions.context import ActionContext, Handler, PartlyDone
 from qmq.metaserver.actions.plan import Plan, one_text, preview
 from qmq.metaserver.model import AuditRow
 from qmq.metaserver.observability.metrics import Metrics
@@ -61,8 +61,8 @@ REQUEST = "request"
 class Actions:
     """All actions. Made by main; called from the loop, any number at once."""
 
-    def __init__(self, desk: Desk, metrics: Metrics, handlers: Mapping[str, Handler] = HANDLERS) -> None:
-        self._desk = desk
+    def __init__(self, context: ActionContext, metrics: Metrics, handlers: Mapping[str, Handler] = HANDLERS) -> None:
+        self._context = context
         self._metrics = metrics
         self._handlers = handlers
 
@@ -93,11 +93,11 @@ class Actions:
             if action.installation:
                 _require_everything(caller)
             with suppress(NotServed):  # with the latest changes of other metaservers, if the database answers
-                await self._desk.registry.mirror.catch_up()
+                await self._context.registry.mirror.catch_up()
             return Answer(Status.DONE, data=await self._look(handler, arguments, caller))
         if arguments.flag(DRY_RUN):
             plan = await self._plan(action, handler, arguments, caller)
-            shown = preview(plan, await self._desk.blast(plan))
+            shown = preview(plan, await self._context.blast(plan))
             if plan.reasons:
                 return Answer(Status.REFUSED, one_text(plan.reasons), shown, code=OperatorError.__name__)
             return Answer(Status.DONE, data=shown)
@@ -105,9 +105,9 @@ class Actions:
 
     async def _look(self, handler: Handler, arguments: Arguments, caller: Caller) -> Any:
         if handler.look_as:
-            return await handler.look_as(self._desk, arguments, caller)
+            return await handler.look_as(self._context, arguments, caller)
         assert handler.look is not None, "an action looks or plans"
-        return await handler.look(self._desk, arguments)
+        return await handler.look(self._context, arguments)
 
     async def _change(self, action: Action, handler: Handler, arguments: Arguments, caller: Caller) -> Answer:
         for attempt in range(1, TRIES_MAX + 1):
@@ -126,27 +126,27 @@ class Actions:
                 if attempt == TRIES_MAX or handler.carry_out:
                     raise
         if handler.afterwards:
-            data = await handler.afterwards(self._desk, arguments, plan)
+            data = await handler.afterwards(self._context, arguments, plan)
         log.info("action done action=%s caller=%s peer=%s %s", action.name, caller.name, caller.peer, audit.parameters)
         return Answer(Status.DONE, data=data)
 
     async def _plan(self, action: Action, handler: Handler, arguments: Arguments, caller: Caller) -> Plan:
         with suppress(DatabaseSetAside) if action.decides_database else nullcontext():
-            await self._desk.registry.mirror.catch_up()
+            await self._context.registry.mirror.catch_up()
         assert handler.plan is not None, "an action looks or plans"
         _require_rights(caller, handler.needs(arguments) if handler.needs else ())
-        plan = await handler.plan(self._desk, arguments)
+        plan = await handler.plan(self._context, arguments)
         if plan.whole_groups:
-            plan = replace(plan, subjects=plan.subjects | self._desk.registry.routes_of(plan.groups).keys())
+            plan = replace(plan, subjects=plan.subjects | self._context.registry.routes_of(plan.groups).keys())
         _require_scope(caller, plan)
         return plan
 
     async def _carry_out(self, handler: Handler, arguments: Arguments, plan: Plan, audit: AuditRow) -> Any:
         if handler.carry_out:
-            return await handler.carry_out(self._desk, arguments, plan, audit)
+            return await handler.carry_out(self._context, arguments, plan, audit)
         if plan.changes:
             try:
-                await self._desk.registry.change(plan.changes, audit)
+                await self._context.registry.change(plan.changes, audit)
             except OutcomeUnknown as error:
                 await self._settle(audit, error)
         return plan.data
@@ -160,15 +160,15 @@ class Actions:
         request = str(audit.parameters[REQUEST])
         for _ in range(SETTLE_TRIES):
             try:
-                await self._desk.registry.mirror.catch_up()
-                await self._desk.database.write(lambda repository: repository.settle())
-                rows = await self._desk.database.read(lambda repository: repository.audit_trail(about=[request]))
+                await self._context.registry.mirror.catch_up()
+                await self._context.database.write(lambda repository: repository.settle())
+                rows = await self._context.database.read(lambda repository: repository.audit_trail(about=[request]))
             except (NotServed, OutcomeUnknown):
                 await asyncio.sleep(SETTLE_PAUSE_S)
                 continue
             if not rows:
                 raise OperatorError("the database failed, and nothing was changed; repeat it") from error
-            await self._desk.registry.mirror.catch_up()
+            await self._context.registry.mirror.catch_up()
             return
         raise OutcomeUnknown(
             f"the change is stored as a whole or not at all ({error}). Once the database is back, AuditTrail with "

@@ -20,7 +20,7 @@ from qmq.access import Token, token_text
 from qmq.dead_letters import REDRIVER
 from qmq.errors import QmqError
 from qmq.metaserver.actions.causes import Check
-from qmq.metaserver.actions.desk import Desk, together, wall_ms
+from qmq.metaserver.actions.context import ActionContext, together, wall_ms
 from qmq.metaserver.actions.doctor import examine_reported
 from qmq.metaserver.actions.installation import active_watchdogs
 from qmq.metaserver.console import findings
@@ -58,8 +58,8 @@ class Surveyor:
         token: the installation's key.
     """
 
-    def __init__(self, desk: Desk, *, token: Token) -> None:
-        self._desk = desk
+    def __init__(self, context: ActionContext, *, token: Token) -> None:
+        self._context = context
         self._token = token
         self.history = History()
         self._newest: Survey | None = None
@@ -102,7 +102,7 @@ class Surveyor:
     async def look(self) -> Survey:
         """Ask every process, and keep the result."""
         began, survey = time.monotonic(), Survey(wall_ms())
-        directory = self._desk.registry.directory
+        directory = self._context.registry.directory
         brokers = sorted(directory.brokers(), key=lambda broker: (broker.group, broker.role, broker.key))
         masters = {name: group.master for name, group in directory.groups.items() if self._is_up(group.master)}
         await self._ask_processes(survey, brokers)
@@ -111,8 +111,8 @@ class Surveyor:
         groups = summed(row for answer in answers.values() for row in answer.groups)
         self._count(survey, answers.values(), groups)
         late = await self._ask_delays(survey, directory.groups_of(DELAY), masters)
-        closed, count = await closed_subjects(directory, self._desk.registry.routes, self._takes(directory))
-        survey.checks = await examine_reported(self._desk, everywhere=True)
+        closed, count = await closed_subjects(directory, self._context.registry.routes, self._takes(directory))
+        survey.checks = await examine_reported(self._context, everywhere=True)
         survey.findings = [
             *of_checks(survey.checks),
             *self._movements.look(places, survey.at_ms),
@@ -127,16 +127,16 @@ class Surveyor:
         return survey
 
     def _is_up(self, broker: Broker | None) -> bool:
-        return broker is not None and bool(broker.control_port) and self._desk.registry.is_up(broker)
+        return broker is not None and bool(broker.control_port) and self._context.registry.is_up(broker)
 
     def _takes(self, directory: Directory) -> set[str]:
-        return {name for name, group in directory.groups.items() if self._desk.registry.is_writable(group)}
+        return {name for name, group in directory.groups.items() if self._context.registry.is_writable(group)}
 
     # Processes and their rates.
 
     async def _ask_processes(self, survey: Survey, brokers: Sequence[Broker]) -> None:
         running = [broker for broker in brokers if self._is_up(broker)]
-        answers = await in_pieces(running, lambda broker: self._caught(self._desk.brokers.rates(broker)))
+        answers = await in_pieces(running, lambda broker: self._caught(self._context.brokers.rates(broker)))
         by_key = {broker.key: answer for broker, answer in zip(running, answers, strict=True) if answer is not None}
         for broker in brokers:
             answer = by_key.get(broker.key)
@@ -149,7 +149,7 @@ class Surveyor:
         self._cpu = {name: figures for name, figures in self._cpu.items() if name in names}
         free = [process.disk_free_bytes for process in survey.processes if process.disk_free_bytes is not None]
         survey.totals["disk_free"] = min(free, default=0)
-        normal = self._desk.registry.directory.groups_of(NORMAL)
+        normal = self._context.registry.directory.groups_of(NORMAL)
         for name in RATES:
             survey.totals[name] = sum(rates[name] for group, rates in survey.rates.items() if group in normal)
 
@@ -177,8 +177,8 @@ class Surveyor:
         )
 
     async def _metaservers(self) -> list[Process]:
-        own, processes = self._desk.own_id, []
-        rows = sorted(self._desk.registry.peers(), key=lambda row: row.id == own)
+        own, processes = self._context.own_id, []
+        rows = sorted(self._context.registry.peers(), key=lambda row: row.id == own)
         by_address = {row.http_address: row for row in rows}  # one that restarted has two rows for a while
         for _, row in sorted(by_address.items()):
             process = Process("metaserver", row.http_address, "", "", True, row.version)
@@ -191,7 +191,7 @@ class Surveyor:
     async def _watchdogs(self) -> list[Process]:
         processes = []
         self._parked = {}
-        for address in await active_watchdogs(self._desk):
+        for address in await active_watchdogs(self._context):
             page = await asyncio.to_thread(self._scrape, address)
             process = Process("watchdog", address, "", "", bool(page))
             processes.append(self._with_figures(process, figures_of(page)) if page else process)
@@ -223,7 +223,7 @@ class Surveyor:
     ) -> dict[str, pb.ConsumersAnswer]:
         asked = [(name, master) for name in groups if (master := masters.get(name)) is not None]
         answers = await in_pieces(
-            asked, lambda pair: self._caught(self._desk.brokers.consumers(pair[1], behind_max=GROUPS_MAX))
+            asked, lambda pair: self._caught(self._context.brokers.consumers(pair[1], behind_max=GROUPS_MAX))
         )
         survey.unasked = sorted(name for (name, _), answer in zip(asked, answers, strict=True) if answer is None)
         survey.unasked += sorted(name for name, group in groups.items() if group.master and name not in masters)
@@ -245,7 +245,7 @@ class Surveyor:
     ) -> dict[str, tuple[int, int]]:
         asked = [(name, master) for name in groups if (master := masters.get(name)) is not None]
         found = await in_pieces(
-            asked, lambda pair: self._caught(self._desk.brokers.delay_stats(pair[1], pb.DelayStatsRequest()))
+            asked, lambda pair: self._caught(self._context.brokers.delay_stats(pair[1], pb.DelayStatsRequest()))
         )
         answers = {name: answer for (name, _), answer in zip(asked, found, strict=True) if answer is not None}
         late = {name: (answer.due_messages, answer.due_age_ms) for name, answer in answers.items()}

@@ -23,7 +23,7 @@ from qmq.errors import (
     QmqError,
 )
 from qmq.metaserver.access import Access
-from qmq.metaserver.actions.desk import Vault
+from qmq.metaserver.actions.context import Vault
 from qmq.metaserver.cluster.group_starts import Asked, Begin, begin_at, new_row, to_store
 from qmq.metaserver.cluster.registration import Ask
 from qmq.metaserver.cluster.registry import Registry

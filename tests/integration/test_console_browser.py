@@ -76,7 +76,7 @@ def _take_the_database_away(world):
     async def away(work, **options):
         raise NotServed("the database does not answer")
 
-    world.desk.database.read, world.trouble = away, "connection refused"
+    world.context.database.read, world.trouble = away, "connection refused"
 
 
 def _log_in(browser, address, world, role="operator"):
@@ -166,7 +166,7 @@ def test_live_tail_follows_and_a_message_is_produced(console):
         return Receipt(Outcome.STORED, "m-3", message.subject, "g1", 3, None)
 
     world.actions.run = type(world.actions).run.__get__(world.actions)
-    world.actions._desk = replace(world.desk, send=send)
+    world.actions._context = replace(world.context, send=send)
     world.brokers.stored = [_stored(1, "{}")]
     _log_in(browser, address, world)
     assert "m-1" in browser.open(f"{address}/console/messages?subject=order.changed&live=yes")

@@ -12,7 +12,7 @@ import pytest
 
 from qmq.deploy.plan import HOST, Groups, load_plan, write_settings
 from qmq.errors import NotServed
-from qmq.metaserver.actions.desk import Vault
+from qmq.metaserver.actions.context import Vault
 from tests.support.ports import run_of_ports
 
 

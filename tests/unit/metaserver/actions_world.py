@@ -9,8 +9,8 @@ from qmq.codec import encode_message, join_batch, with_properties
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown
 from qmq.message import Message
 from qmq.metaserver.actions.clients import Clients
+from qmq.metaserver.actions.context import ActionContext, Vault
 from qmq.metaserver.actions.databases import Watchdogs
-from qmq.metaserver.actions.desk import Desk, Vault
 from qmq.metaserver.actions.runner import Actions
 from qmq.metaserver.cluster.liveness import Liveness
 from qmq.metaserver.cluster.registry import Registry
@@ -54,7 +54,7 @@ class World:
         self.settings = settings = MetaserverSettings(cluster_token="a secret of all", swap_finish_ms=1000)
         clients = self.clients = Clients(self.hub, list, token="a secret of all", timeout_ms=100)
         swaps = Swaps(self.registry, self.brokers, settings)
-        self.desk = Desk(
+        self.context = ActionContext(
             self.registry,
             self.database,
             self.brokers,
@@ -68,7 +68,7 @@ class World:
             version="1",
             own_id="m1",
         )
-        self.actions = Actions(self.desk, self.metrics)
+        self.actions = Actions(self.context, self.metrics)
         self.sessions = {}
         self.refusals = {}
 

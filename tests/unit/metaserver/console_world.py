@@ -39,7 +39,7 @@ class ConsoleWorld(World):
         self.rows = [row for row, _ in made.values()]
         self.access.replace(self.rows)
         self.trouble = ""
-        self.surveyor = Surveyor(self.desk, token=CLUSTER)
+        self.surveyor = Surveyor(self.context, token=CLUSTER)
         self.served = Console(
             self.actions,
             Sessions(self.access, [CLUSTER], dice),
@@ -169,7 +169,7 @@ async def with_something_on_every_page(world, folder):
     ]
     await world.database.write(lambda repository: repository.hold_lease(LEASE, take=True, release=False))
     await world.done("AddDb", host="db1", port=3306, username="qmq", password="secret of db1")
-    world.actions._desk = replace(world.desk, watchdogs=PlayedWatchdogs("ValueError: no subject"))
+    world.actions._context = replace(world.context, watchdogs=PlayedWatchdogs("ValueError: no subject"))
     ledger = Ledger(folder)
     for name, verdict in (("g1", PROVEN), ("g2", FINDINGS)):
         more = {"found": {"lost": 1}, "findings": [{"what": "lost", "id": "m-7"}]} if verdict == FINDINGS else {}

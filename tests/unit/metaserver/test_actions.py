@@ -11,7 +11,7 @@ from sqlalchemy.exc import OperationalError
 from qmq.errors import OutcomeUnknown, QmqError
 from qmq.metaserver.actions import ACTIONS, Status
 from qmq.metaserver.actions.arguments import read_arguments
-from qmq.metaserver.actions.desk import wall_ms
+from qmq.metaserver.actions.context import wall_ms
 from qmq.metaserver.actions.runner import HANDLERS
 from qmq.metaserver.routes.audience import Counts
 from qmq.metaserver.storage.changes import CommitUnknown
@@ -352,5 +352,5 @@ async def test_password_is_stored_encrypted_only(world):
     trail = [(row.parameters, row.before, row.after) for row in await world.audit()]
     [source] = await world.database.read(lambda repository: repository.data_sources())
     assert "hunter2" not in json.dumps([[answer.data for answer in answers], trail, source.password])
-    assert world.desk.vault.decrypt(source.password) == "hunter2"
+    assert world.context.vault.decrypt(source.password) == "hunter2"
     assert all(answer.done for answer in answers)

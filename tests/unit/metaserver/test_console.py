@@ -36,7 +36,7 @@ async def test_each_page_works_without_the_database(console):
     async def away(work, **options):
         raise NotServed("the database does not answer")
 
-    console.desk.database.read = away
+    console.context.database.read = away
     for page in PAGES:
         text = await console.read(page.path, name="g1")
         assert f"{page.title} " in text and "connection refused" in text

@@ -97,7 +97,7 @@ async def test_trail_is_filtered_by_time_and_action(console):
     assert "No change in this time" in await console.read("/trail", since="2099-01-01T00:00")
     assert "MarkReadonly" not in await console.read("/trail", name="AddBroker")
     assert "yesterday is no time" in await console.read("/trail", since="yesterday")
-    console.desk.database.read = at_five_past_two
+    console.context.database.read = at_five_past_two
     page = await console.see("/trail")
     assert "2026-11-22 14:05:00" in page and "<script>" not in page
 
@@ -268,7 +268,7 @@ async def test_outbox_page_shows_no_passwords(console):
 
 async def test_parked_rows_are_retried_by_a_confirmed_change(console):
     await console.log_in("operator")
-    console.actions._desk = replace(console.desk, watchdogs=(watchdogs := PlayedWatchdogs(HOSTILE)))
+    console.actions._context = replace(console.context, watchdogs=(watchdogs := PlayedWatchdogs(HOSTILE)))
     assert "No watchdog was ever active" in await console.read("/outbox")
     await console.database.write(lambda repository: repository.hold_lease(LEASE, take=True, release=False))
     text = await console.read("/outbox")
@@ -294,7 +294,7 @@ async def test_parked_rows_are_retried_by_a_confirmed_change(console):
 
 
 async def test_retry_reports_its_outcome(console):
-    console.actions._desk = replace(console.desk, watchdogs=(watchdogs := PlayedWatchdogs(HOSTILE)))
+    console.actions._context = replace(console.context, watchdogs=(watchdogs := PlayedWatchdogs(HOSTILE)))
     words = {"database": URL, "ids": "17"}
     assert "was ever active" in (await console.run("OutboxRetry", **words)).message
     await console.database.write(lambda repository: repository.hold_lease(LEASE, take=True, release=False))
@@ -437,7 +437,9 @@ async def test_settings_show_values_that_differ(console):
     assert "this needs operator" in await console.read("/settings")
     await console.log_in("operator")
     await console.running_copies("g1")
-    console.actions._desk = replace(console.desk, settings={"cluster_token": "set, not shown", "host": "10.0.0.1"})
+    console.actions._context = replace(
+        console.context, settings={"cluster_token": "set, not shown", "host": "10.0.0.1"}
+    )
     text = await console.read("/settings")
     assert "lease_ms 10000" in text and "hostname g1-a g1-a:20881 g1-b g1-b:20881" in text
     assert "cluster_token set, not shown" in text and "host 10.0.0.1" in text
@@ -460,7 +462,7 @@ async def test_settings_of_other_metaservers_and_watchdogs_are_shown(console, mo
     monkeypatch.setattr(console.clients, "_others", lambda: [other, silent])
     monkeypatch.setattr(console.clients, "_fetch", fetch)
     settings = {"poll_ms": "250", "cluster": "shop"}
-    console.actions._desk = replace(console.desk, settings=settings, watchdogs=PlayedWatchdogs(""))
+    console.actions._context = replace(console.context, settings=settings, watchdogs=PlayedWatchdogs(""))
     text = await console.read("/settings")
     assert "poll_ms 99 m2:8080 250 this metaserver" in text and "cluster shop" in text
     assert "Watchdog Setting Value room default token set, not shown" in text and "m3:8080 did not answer" in text

@@ -7,7 +7,7 @@ import pytest
 from qmq.commands.action import differences
 from qmq.errors import QmqError
 from qmq.metaserver.actions import Status
-from qmq.metaserver.actions.desk import wall_ms
+from qmq.metaserver.actions.context import wall_ms
 from qmq.metaserver.model import ConsumerGroupRow
 from qmq.proto import qmq_pb2 as pb
 from tests.unit.metaserver.actions_world import client, left

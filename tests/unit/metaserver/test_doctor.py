@@ -418,7 +418,7 @@ async def test_verdict_names_the_cause(cluster, monkeypatch, situation):
     counts = Counter(check["kind"] for check in (await cluster.done("Doctor"))["checks"] if not check["ok"])
     if situation.spoil is client_refused_elsewhere:
         counts.clear()  # metrics call nobody
-    assert await findings(DoctorMetrics(lambda: examine_reported(cluster.desk))) == counts
+    assert await findings(DoctorMetrics(lambda: examine_reported(cluster.context))) == counts
 
 
 async def test_healthy_installation_has_no_findings(cluster, http):
@@ -430,7 +430,7 @@ async def test_healthy_installation_has_no_findings(cluster, http):
     data = answer.json()["data"]
     assert data["healthy"] and all(check["ok"] for check in data["checks"])
     assert {check["kind"] for check in data["checks"]} <= set(CheckKind)
-    assert await findings(DoctorMetrics(lambda: examine_reported(cluster.desk))) == {}
+    assert await findings(DoctorMetrics(lambda: examine_reported(cluster.context))) == {}
 
 
 async def test_restarted_metaserver_is_not_missing(world):
@@ -443,7 +443,7 @@ async def test_restarted_metaserver_is_not_missing(world):
 
 async def test_metrics_query_no_broker(cluster):
     cluster.brokers.silent.add("g1")  # a call would find it
-    assert all(check["ok"] for check in await examine_reported(cluster.desk))
+    assert all(check["ok"] for check in await examine_reported(cluster.context))
     assert not (await cluster.done("Doctor"))["healthy"]
 
 

@@ -29,7 +29,7 @@ async def cluster(world, **progress):
         await world.running_copies(group)
         world.brokers.progress[group] = rows
     await world.routed("s1", groups=tuple(progress)[:2])
-    return GroupExpiry(world.desk, world.actions, DAYS)
+    return GroupExpiry(world.context, world.actions, DAYS)
 
 
 async def looks(expiry, *, days_later=1.0):
@@ -191,5 +191,5 @@ async def test_broadcast_rows_go_without_a_setting(world, monkeypatch):
 
     monkeypatch.setattr("qmq.metaserver.actions.expiry.asyncio.sleep", next_look)
     with pytest.raises(asyncio.CancelledError):
-        await (expiry := GroupExpiry(world.desk, world.actions, 0)).run()
+        await (expiry := GroupExpiry(world.context, world.actions, 0)).run()
     assert shown(expiry) == {}

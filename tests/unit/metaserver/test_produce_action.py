@@ -25,7 +25,7 @@ async def world(world):
         world.sent.append(message)
         return Receipt(Outcome.STORED, "m-1", message.subject, "g1", 7, None)
 
-    world.actions._desk = replace(world.desk, send=send)
+    world.actions._context = replace(world.context, send=send)
     await world.serving_copies("order.changed")
     return world
 
@@ -82,7 +82,7 @@ async def test_produce_requires_the_right(world):
 
 
 async def test_metaserver_without_a_producer_sends_nothing(world):
-    world.actions._desk = world.desk
+    world.actions._context = world.context
     answer = await world.run("Produce", **WORDS)
     assert not answer.done and NotServed.__name__ == answer.code
 

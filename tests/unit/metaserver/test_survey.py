@@ -21,7 +21,7 @@ from tests.unit.metaserver.actions_world import left
 
 @pytest.fixture
 def surveyor(world):
-    return Surveyor(world.desk, token="t")
+    return Surveyor(world.context, token="t")
 
 
 async def test_survey_sums_the_cluster(world, surveyor):
@@ -217,7 +217,7 @@ async def test_parked_rows_are_findings(surveyor, monkeypatch):
     page = row % ("mysql://a/b", "parked", "2.0") + row % ("mysql://c", "parked", "0.0") + row % ("x", "pending", "9.0")
     pages = [page, ""]
 
-    async def one_watchdog(desk):
+    async def one_watchdog(context):
         return ["10.0.0.7:1"]
 
     monkeypatch.setattr(survey, "active_watchdogs", one_watchdog)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from qmq.metaserver.actions.desk import Vault
+from qmq.metaserver.actions.context import Vault
 from qmq.metaserver.model import LeaseRow, MetaserverRow
 
 DB = {"host": "db1", "port": 3306, "username": "app", "password": "hunter2"}
@@ -18,7 +18,7 @@ async def test_repeated_registration_updates_the_password(world):
     second = await world.done("AddDb", **(DB | {"password": "other", "username": "app2"}))
     assert (first["replaced"], second["replaced"]) == (False, True)
     [source] = await world.database.read(lambda repository: repository.data_sources())
-    assert world.desk.vault.decrypt(source.password) == "other"
+    assert world.context.vault.decrypt(source.password) == "other"
     [shown] = await world.done("ListDbs")
     assert (shown["url"], shown["username"], shown["room"]) == ("mmm://db1:3306", "app2", "default")
     assert "password" not in shown
@@ -41,7 +41,7 @@ async def test_each_kind_of_database_has_its_own_parameters(world):
     user = {"username": "app", "password": "hunter2"}
     await world.done("AddDb", type="postgresql", host="db1", **user)
     await world.done("AddDb", type="mariadb", host="db1", database="shop", **user)
-    object.__setattr__(world.desk, "vault", Vault())
+    object.__setattr__(world.context, "vault", Vault())
     await world.done("AddDb", type="sqlite", database="/var/lib/shop.db")
     urls = ["mariadb://db1:3306/shop", "postgresql://db1:5432", "sqlite:////var/lib/shop.db"]
     assert sorted(shown["url"] for shown in await world.done("ListDbs")) == urls
@@ -87,7 +87,7 @@ async def test_watchdogs_are_listed_by_room(world):
 
 async def test_password_requires_a_key(world):
     """Weakness 29: QMQ stores passwords in clear text."""
-    object.__setattr__(world.desk, "vault", Vault())
+    object.__setattr__(world.context, "vault", Vault())
     text = await world.refused("AddDb", **DB)
     assert "password_keys" in text and "Fernet.generate_key()" in text and "hunter2" not in text
 

@@ -1,4 +1,4 @@
-"""Shell. Ports of the actions: registry, brokers, metaservers, clients, vault of passwords; and their handlers."""
+"""Shell. Context of the actions: registry, brokers, metaservers, clients, vault of passwords; and their handlers."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ async def cannot_send(message: Message) -> Receipt:
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class ActionContext:
     """Everything that actions use. Made by main, once. All methods are called from the loop."""
 
     registry: Registry
@@ -332,17 +332,17 @@ def wall_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-Look = Callable[[Desk, Arguments], Awaitable[Any]]
+Look = Callable[[ActionContext, Arguments], Awaitable[Any]]
 """Returns the data of a list."""
-LookAs = Callable[[Desk, Arguments, Caller], Awaitable[Any]]
+LookAs = Callable[[ActionContext, Arguments, Caller], Awaitable[Any]]
 """Returns data that depends on the caller."""
-MakePlan = Callable[[Desk, Arguments], Awaitable[Plan]]
+MakePlan = Callable[[ActionContext, Arguments], Awaitable[Plan]]
 """Decides a change on the current registry."""
 Needs = Callable[[Arguments], tuple[tuple[str, str], ...]]
 """Rights with their subjects, as in `Plan.needs`."""
-CarryOut = Callable[[Desk, Arguments, Plan, AuditRow], Awaitable[Any]]
+CarryOut = Callable[[ActionContext, Arguments, Plan, AuditRow], Awaitable[Any]]
 """Makes a change of more than one transaction; returns the answer's data."""
-Afterwards = Callable[[Desk, Arguments, Plan], Awaitable[Any]]
+Afterwards = Callable[[ActionContext, Arguments, Plan], Awaitable[Any]]
 """Completes the answer's data after the change is stored."""
 
 
