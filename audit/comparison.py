@@ -2,7 +2,7 @@
 
 Two frames are the same, wherever they stand, if their headers agree in all fields but high watermark, epoch and chain.
 A batch may also have other sequences: an extra batch in one copy changes those of all later batches of its subject.
-Frames moved by one distance are one finding, and so are neighbours that one copy lacks; frames below and above the high
+Frames moved by one distance are one finding, and so are neighbours that one copy lacks. Frames below and above the high
 watermark are kept apart. Frames missing within a damaged range are not reported again. A frame is `reordered` if the
 other copy has its messages elsewhere.
 

@@ -11,7 +11,7 @@ delivery in this log. Everything else is judged.
 The log does not store filters, only deliveries. A consumer gets the messages with its tags, any of them or all. So a
 consumer that got a message without tags has no filter and gets every message; and of two messages with equal tags it
 gets both or none. A pull that passes over messages and delivers others with the same tags contradicts itself. So does a
-pull between two others of the same consumer and epoch that both delivered such messages: the filter may change once in
+pull between two others of the same consumer and epoch that both delivered such messages. The filter may change once in
 between, not twice, unless a pull without entries announces the change, or the consumer left.
 """
 

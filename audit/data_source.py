@@ -391,8 +391,8 @@ def start_spark(master: str | None, name: str, **config: str) -> SparkSession:
 def _environment(asked: Mapping[str, str]) -> Iterator[None]:
     """Set the environment of a JVM started here.
 
-    It gets our modules on PYTHONPATH, as it starts the process that plans a Python data source, and the settings that
-    count only at its start, such as its memory.
+    PYTHONPATH has our modules, because the JVM starts the process that plans a Python data source. The arguments have
+    the settings that count only at the JVM's start, such as its memory.
     """
     # A JVM started for Python behaves as a shell and draws progress bars.
     launched = {"spark.ui.showConsoleProgress": "false"} | dict(asked)

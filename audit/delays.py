@@ -179,8 +179,9 @@ class Waiting(NamedTuple):
 def tries_of(events: pa.Table, since: Mapping[str, int]) -> tuple[pa.Table, list[tuple[FindingKind, Row]]]:
     """Return the outcome of each plan in one bucket of batches, and findings about the batches.
 
-    A batch that a broker group acknowledged must be in its log. A batch recorded as refused must not be: after
-    `unknown_ms` a delay server gives up a batch without an answer, a refusal recorded sooner was a broker's answer.
+    A batch that a broker group acknowledged must be in its log. A batch recorded as refused within GIVEN_UP_MS must not
+    be there: that refusal was a broker's answer. A later one may stand for a batch without an answer, which is given up
+    after `unknown_ms`.
 
     Args:
         events: EVENTS `planned`, `stored`, `not_stored` and `logged`.

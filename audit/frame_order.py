@@ -24,8 +24,8 @@ STILL_MS, STILL_FRAMES = 300_000, 8
 only while its slaves follow. After a slave's return, a few messages may precede the first rise.
 """
 _OTHER_CLOCK = frozenset({FrameKind.NACK, FrameKind.DISPATCH, FrameKind.RETENTION})
-"""Kinds with times by other clocks: the mastership's own clock, which is never set, or the agreement of several clocks,
-which is not ahead of all of them.
+"""Kinds with the time of another clock. It is the mastership's own clock, which is never set, or the agreement of
+several clocks, which is not ahead of all of them.
 """
 
 

@@ -47,7 +47,7 @@ def due_since(ledger: Ledger, group: Group, result: Result) -> Due | None:
     """Return the due messages that no earlier run compared, or None if they are unknown.
 
     The last two runs must have compared the journal and found nothing. Messages from the end of the first of them on
-    are due: a producer writes a line once its message is acknowledged, perhaps after the audit has read the journal.
+    are due. A producer writes a line once its message is acknowledged, perhaps after the audit has read the journal.
     """
     last = ledger.newest(group.name, 2) if ledger.path(group.name).exists() else []
     if len(last) < 2 or any(entry.verdict != PROVEN or entry.journal is None or not entry.verified for entry in last):

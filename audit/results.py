@@ -261,8 +261,8 @@ class GroupAnswer:
     def findings(self) -> tuple[list[Row], Counter[str]]:
         """Return the unique findings with their copy, and the number of further ones of each kind.
 
-        Consequences are left out: of damage, gaps across it, and problems revealed only after it; of missing messages,
-        problems about these; and ids of a batch stored twice.
+        Consequences are left out. Damage explains gaps across it, and problems revealed only after it. Missing messages
+        explain problems about them. A batch stored twice explains its ids.
         """
         broken = defaultdict(list)
         for copy, row in self._findings:

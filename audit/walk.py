@@ -2,7 +2,7 @@
 
 `qmq.log.frame` defines frames. Where none parses, the walk reports the range with a reason and continues at the next
 header that stands at its own offset. A piece is a byte range of the log. A frame belongs to the piece in which it
-begins: a walk may read past the end of its piece, and bytes before its first frame belong to the piece before.
+begins. So a walk may read past the end of its piece, and bytes before its first frame belong to the piece before.
 `audit.rules` judges the borders.
 """
 

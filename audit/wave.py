@@ -22,8 +22,8 @@ from qmq.ledger import Entry, Ledger, known_from
 THREADS = 16
 """Broker groups that the driver prepares and judges at once."""
 WAVE_BYTES, WAVE_GROUPS, WAVE_SUBJECTS = 512 << 30, 256, 1_000_000
-"""Bytes of all copies, groups, and subjects known from the ledger that are read in one Spark action: minutes of a small
-cluster, so retention waits for minutes, and the driver holds the answers of one wave.
+"""Bounds of one Spark action: bytes of all copies, groups, and subjects known from the ledger. It takes minutes on a
+small cluster. Retention waits for that time, and the driver holds the answers of one wave.
 """
 
 

@@ -477,8 +477,8 @@ class Delivery:
         """Forget broadcast consumers that stay away, which would pin the log and fill the memory (W20). Also forget the
         empty mailboxes of removed groups.
 
-        A consumer that is connected for a day is written to the log, so its departure is, too: `unused_since_ms` is
-        right to a day, also for consumers without messages and after a change of masters.
+        A consumer that is connected for a day is written to the log, so its departure is, too. Thus `unused_since_ms`
+        is right to a day, also for consumers without messages and after a change of masters.
         """
         mastership, recorded = self._mastership, 0
         now_ms = mastership.host.now_ms()

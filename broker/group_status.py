@@ -1,6 +1,6 @@
 """Core. Status of consumer groups for operators: causes that stop or slow each, its backlog, and the age of that.
 
-Each tick looks at some of the groups in turn, so neither a tick nor a page of metrics walks through all of them; a
+Each tick looks at some of the groups in turn, so neither a tick nor a page of metrics walks through all of them. A
 status is at most one round old. `CAUSES` lists all causes. A group without a backlog has only those of its own bounds.
 The age of a backlog is read from the frame of its oldest message, on a thread, and only if that message changed.
 """

@@ -85,8 +85,8 @@ class GroupProgress:
     """Frame of the oldest message not acked that is in the log."""
     consumers: list[ConsumerProgress]
     dead_letters: int
-    """Messages in the group's own dead-letter subject that were not redriven, and the group's newest ones in a subject
-    chosen by an operator, redriven or not: as many as the fold remembers of a producer. 0 for derived subjects.
+    """Messages in the group's own dead-letter subject that were not redriven. In a subject chosen by an operator, the
+    group's newest ones count, redriven or not: as many as the fold remembers of a producer. 0 for derived subjects.
     """
 
 

@@ -5,9 +5,9 @@ records them, and `broker.answers` sends them once that is safe. A pass ends whe
 still wait; the loop then reads its sockets before the next pass. So a backlog, a group of many consumers or a consumer
 with many pulls delays the others by at most one pass.
 
-Operators limit service in two ways. A rate fills a bucket of messages for a group, up to the amount of BURST_S; a
-group with an empty bucket is served again from the next tick on. Messages of the group's retry subject count too.
-Consumers that are switched off stay subscribed and keep their unacked messages, but get no new ones.
+Operators limit service in two ways. A rate fills a bucket of messages for a group, up to the amount of BURST_S. A group
+with an empty bucket is served again from the next tick on. Messages of the group's retry subject count too. Consumers
+that are switched off stay subscribed and keep their unacked messages, but get no new ones.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ the log. Expired messages, new or requeued, are given up by a pull frame with th
 become dead letters: a pseudo consumer with a reserved name gets them, and they are stored as its dead letters.
 
 A group's waiting messages are those not delivered and those requeued. At the limit, of messages or of bytes, the oldest
-are given up or producers are refused, as the subject sets; an absent broadcast consumer refuses no producer.
+messages are given up or producers are refused, as the subject sets. No producer is refused because of an absent
+broadcast consumer.
 
 A message's age counts from its storage, by the master's clock. Nothing expires while another clock disagrees with it.
 

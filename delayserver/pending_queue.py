@@ -3,13 +3,13 @@
 The home broker group of an order key is computed once for each message, and again when the groups that share the
 subject's keys change. So scanning a long queue for messages that can go now is cheap.
 
-When the queues exceed the limit of loaded messages, the longest are cut until half of the limit is left, so a subject
+When the queues exceed the limit of loaded messages, the longest are cut until half of the limit is left. So a subject
 that can be sent keeps its queue beside one that cannot. The messages cut off still pend in the schedule. A queue that
 runs low is refilled from there, a page at a time, many subjects in one search.
 
-For each subject with a leftover: messages from its place on are on the wheel or on disk only; messages before it are on
-the wheel or in the queue. So a page enters the queues at a moment when no due message is on the wheel, together with
-the messages that left the wheel meanwhile; messages decided since then are left out.
+The leftover of a subject begins at a place. Messages from there on are on the wheel or on disk only; earlier ones are
+on the wheel or in the queue. So a page enters the queues at a moment when no due message is on the wheel, together with
+the messages that left the wheel meanwhile. Messages decided since then are left out.
 
 Subjects take turns by deficit round robin. Each round adds one quantum to a subject's credit, which never exceeds one
 quantum. A batch may cost more than the credit; then rounds pass until the debt is paid. So all subjects spend the same

@@ -1,7 +1,7 @@
 """Core. Upkeep of the schedule and the log: filing frames, rebuilding the schedule, carrying old messages.
 
 A master files frames that are on its own disk. A slave files frames below the high watermark, which are never cut. If a
-master that filed more is cut when it becomes a slave, its schedule is rebuilt from its log; that is rare, and a slave's
+master that filed more is cut when it becomes a slave, its schedule is rebuilt from its log. That is rare, and a slave's
 schedule is not urgent. A schedule that is damaged or behind the log's start is rebuilt too. So is one with messages of
 a log segment that was given up: they could never be read, and batches would wait for them.
 

@@ -1,6 +1,6 @@
 """Core. The wheel: loaded messages in the order in which they come due, 40 bytes each; and its loading.
 
-The wheel is a list of sorted runs. Each addition is a run; runs of similar length are merged, up to 65,536 messages, so
+The wheel is a list of sorted runs. Each addition is a run. Runs of similar length are merged, up to 65,536 messages. So
 no step takes longer than some milliseconds, however many messages are loaded or due at once. Removal sets a message's
 size to 0.
 

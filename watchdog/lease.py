@@ -3,7 +3,7 @@ compare-and-set.
 
 The holder raises the beat after a third of its lease. Each raise costs the metaserver a transaction with its fsync. The
 rest of the lease leaves time to repeat a lost request. A watchdog that sees the same (term, beat) for a whole lease, by
-its own clock, takes the row with the next term; clocks are never compared. The holder counts its lease from before its
+its own clock, takes the row with the next term. Clocks are never compared. The holder counts its lease from before its
 request, the others from after they saw the resulting beat. So the lease ends for its holder first. The same process may
 hold it again after any number of elections.
 """

@@ -1,8 +1,8 @@
 """Shell. Row counts of all databases for the metrics, and the answers to operators: stuck rows, retry, reconciliation.
 
-Reconciliation looks for the messages of rows in the logs of the brokers; it only reads. For a bounded number of rows
-and a bounded time, each broker group of the row's subject searches the messages stored since the row was written, less
-an hour for differing clocks.
+Reconciliation looks for the messages of rows in the logs of the brokers; it only reads. Each broker group of the row's
+subject searches the messages stored since the row was written, less an hour for differing clocks. The number of rows
+and the time are bounded.
 
     in the log       some group has the message: nothing is lost, the row will be deleted
     not in the log   every group searched all of its log

@@ -1,8 +1,8 @@
 """Core. Checkpoint of the schedule: written by flushes, read at start.
 
 A checkpoint is one file, replaced whole, after the fsync of every file whose lengths it states. A flush appends full
-blocks and marks to the files of segments, now and then with a checkpoint; files of dropped segments are deleted after
-it. After a restart the frames from `filed_end` on are filed again. All integers little-endian:
+blocks and marks to the files of segments. Some flushes also write a checkpoint, and then delete the files of dropped
+segments. After a restart the frames from `filed_end` on are filed again. All integers little-endian:
 
     0     u32  CRC-32 of the rest
     4     u32  magic "QDC1"

@@ -195,8 +195,8 @@ READ_ROWS = READ_BLOCKS * BLOCK_ROWS
 
 @dataclass(slots=True)
 class SegmentLoad:
-    """Loading of a segment onto the wheel. Loaded are messages due before `from_ms`, rows below `handed`, and rows from
-    `end` on, as far as the schedule's horizon allows; the others are still to be read.
+    """Loading of a segment onto the wheel. Messages due before `from_ms`, rows below `handed`, and rows from `end` on
+    are loaded, as far as the schedule's horizon allows. The others are still to be read.
     """
 
     handed: int

@@ -1,11 +1,11 @@
 """Core. State of the schedule in memory, and how each frame of the log changes it.
 
 The timeline holds the segments in the order of time. They never overlap. A new one begins at a multiple of its length
-in UTC and fills at most the gap between older ones, which keep their length when the setting changes.
+in UTC and fills at most the gap between older ones. Existing segments keep their length when the setting changes.
 
 Counts cover messages that are not done: pending or in flight. A message is done when it was stored at a broker,
-cancelled, or moved. Frames that concern messages which do not pend are ignored: when the schedule is rebuilt from a
-later start of the log, frames may name messages before it.
+cancelled, or moved. Frames about messages that do not pend are ignored. After a rebuild from a later start of the log,
+frames may name messages before that start.
 """
 
 from __future__ import annotations
