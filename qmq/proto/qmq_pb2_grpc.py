@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class MetaserverStub:
-    """Every call carries metadata "x-api-token".
+    """Every call has the token in its metadata "x-api-token".
 
     """
 
@@ -79,64 +79,64 @@ class MetaserverStub:
 
 
 class MetaserverServicer:
-    """Every call carries metadata "x-api-token".
+    """Every call has the token in its metadata "x-api-token".
 
     """
 
     def Register(self, request, context):
-        """A broker that starts says who it is and learns its part. FAILED_PRECONDITION: it was not added (AddBroker).
+        """Register a starting broker and return its assignment. FAILED_PRECONDITION: the broker was not added (AddBroker).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request_iterator, context):
-        """The broker sends its state every second; the metaserver answers with each assignment that changed.
+        """Receive a broker's state every second, and return each assignment that changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchRoutes(self, request_iterator, context):
-        """A client names its subjects, in as many requests as it likes; each is answered, with the routes that differ from what
-        the client holds, in as many updates as that takes. Later updates bring what changed. A subject beyond a bound is
-        refused alone, and not watched: ask again later. RESOURCE_EXHAUSTED: its token has too many watches.
+        """Watch the routes of subjects, which a client names in any number of requests. Each request is answered, in one or more
+        updates, with the routes that differ from the client's. Later updates contain changed routes. A subject beyond a bound
+        is refused by itself and not watched; request it again later. RESOURCE_EXHAUSTED: the token has too many watches.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CheckToken(self, request, context):
-        """A broker asks what a token that somebody showed it may do. NOT_FOUND: it is not valid.
+        """Return the rights of a token that a broker received. NOT_FOUND: the token is not valid.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CountOldRoutes(self, request, context):
-        """One metaserver asks another: how many of its clients still hold an older route than this one.
+        """Return to another metaserver the number of clients here that still use an older route.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def BeginGroups(self, request, context):
-        """A master asks where consumer groups begin that have no position there. A group that is new in the cluster is stored
-        before the answer (decision 80). UNAVAILABLE: it cannot be stored now.
+        """Return to a master the begins of consumer groups that have no position at it. A group that is new in the cluster is
+        stored before the answer (decision 80). UNAVAILABLE: it cannot be stored now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def HoldLease(self, request, context):
-        """A watchdog keeps, takes or releases the lease of its namespace; the answer is the row as it is then.
+        """Renew, take or release the lease of a watchdog's namespace. The answer is the row afterwards.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSources(self, request, context):
-        """A watchdog asks which databases it scans, with what it needs to log in.
+        """Return the databases that a watchdog scans, with the data for its logins.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -194,7 +194,7 @@ def add_MetaserverServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Metaserver:
-    """Every call carries metadata "x-api-token".
+    """Every call has the token in its metadata "x-api-token".
 
     """
 
@@ -526,22 +526,22 @@ class BrokerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Rates(self, request, context):
-        """What it took and delivered as master, sampled every few seconds; the newest sample is of this moment.
+        """Return counts of messages stored and delivered as master, sampled every few seconds, and a new sample at the end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Settings(self, request, context):
-        """Settings in force, without secrets.
+        """Return the settings in force, without secrets.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PrepareSwap(self, request, context):
-        """First half of SwapRoles: take nothing new, wait until the slave has everything, say where the log ends.
-        The group stays so until an assignment of a newer term arrives or `hold_ms` passed. FAILED_PRECONDITION: why not.
+        """First half of SwapRoles: accept nothing new, wait until the slave has everything, return the log end. The group stays
+        so until an assignment of a newer term arrives or `hold_ms` ends. FAILED_PRECONDITION: the text has the reason.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -554,58 +554,59 @@ class BrokerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PrepareFailover(self, request, context):
-        """First half of a failover, a slave's: follow nobody for `hold_ms`, and say what you have. A newer term in which it is
-        the master ends that at once, and it begins without waiting for the other copy. FAILED_PRECONDITION: why not.
+        """First half of a failover, at a slave: follow no master for `hold_ms`, and return the state of the copy. A newer term in
+        which it is the master ends this at once, and it begins without waiting for the other copy. FAILED_PRECONDITION: the
+        text has the reason.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeLog(self, request, context):
-        """What there is to read; Spark and repair ask this first.
+        """Return the extent of the log, before Spark or a repair reads it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadLog(self, request, context):
-        """Whole frames that begin in [begin, end), as stored, in order.
+        """Return the whole frames that begin in [begin, end), as stored, in order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadDerived(self, request, context):
-        """The files beside a segment as they are stored, in parts; no part: there is none. An audit holds them against the log.
+        """Return the files beside a segment as stored, in parts, for the audit; no part if there is no file.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def HoldLog(self, request, context):
-        """Keep every segment for as long as this call lasts; answered once, when that is so. Asked before DescribeLog by who
-        reads what it says in many calls.
+        """Keep every segment while this call lasts; answered once, when that holds. Readers that need many calls call this before
+        DescribeLog.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Quarantine(self, request, context):
-        """List what left this copy's log and is kept, or clear parts of it by name and list what was cleared.
+        """List the parts in quarantine, which left this copy's log and are kept; or clear parts by name and list the cleared ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Consumers(self, request, context):
-        """How far each consumer group is. FAILED_PRECONDITION: not the master.
+        """Return the progress of consumer groups. FAILED_PRECONDITION: not the master.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def MarkGroups(self, request, context):
-        """Before new consumer groups are stored: note under `mark` where their subjects end now, and return which groups have a
+        """Before new consumer groups are stored: record under `mark` where their subjects end now, and return which groups have a
         position already. FAILED_PRECONDITION: not the master.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -613,36 +614,37 @@ class BrokerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ResetOffset(self, request, context):
-        """Set a group's position; written down as a frame, so that the slave and a restart know it. FAILED_PRECONDITION: why not.
+        """Set a group's position, by a frame, so that it holds on the slave and after a restart. FAILED_PRECONDITION: the text has
+        the reason.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Browse(self, request, context):
-        """Look at messages that both copies have, bounded in number, bytes and time; consumers notice nothing.
-        FAILED_PRECONDITION: not the master, or what was to be read is being repaired. INVALID_ARGUMENT: what is wrong.
+        """Return messages that both copies have, bounded in number, bytes and time, without effect on consumers.
+        FAILED_PRECONDITION: not the master, or the messages are being repaired. INVALID_ARGUMENT: the text has the fault.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DelayStats(self, request, context):
-        """A delay server's: what pends, is due and under way. FAILED_PRECONDITION: not the master.
+        """Count a delay server's messages: pending, due and in flight. FAILED_PRECONDITION: not the master.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListDelayed(self, request, context):
-        """Messages that are not done, by due time. FAILED_PRECONDITION: not the master, or what was to be read is repaired.
+        """Return pending messages by due time. FAILED_PRECONDITION: not the master, or the messages are being repaired.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelDelayed(self, request, context):
-        """Cancel messages; answered when both copies know it. FAILED_PRECONDITION: why not; nothing was changed.
+        """Cancel messages; answered when both copies have that. FAILED_PRECONDITION: nothing was changed; the text has the reason.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
