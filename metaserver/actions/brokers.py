@@ -268,11 +268,11 @@ def set_copies(group: Group, min_copies: int | None, sync_mode: str, *, reported
 
 
 def adopt_roles(
-    group: Group, key: BrokerKey, reported: int, state_of: StateOf, *, forced: bool, given: int = 0
+    group: Group, key: BrokerKey, reported: int, state_of: StateOf, *, forced: bool, floor: int = 0
 ) -> Plan:
     """Plan AdoptRoles: choose the master of a group when its row is older than its brokers, which disagree."""
     try:
-        change = old_database.adopt(group, key, reported, state_of, given=given)
+        change = old_database.adopt(group, key, reported, state_of, floor=floor)
     except OperatorError as refusal:
         return refused(str(refusal))
     assert change.master, "it was named"
@@ -488,8 +488,8 @@ async def _fail_over(context: ActionContext, arguments: Arguments, plan: Plan, a
 async def _adopt_roles(context: ActionContext, arguments: Arguments) -> Plan:
     registry, group = context.registry, context.find_group(arguments["brokerGroup"])
     key = BrokerKey(arguments["hostname"], arguments.number("servePort"))
-    reported, given = registry.terms.newest(group.name), registry.terms.floor(group.name)
-    return adopt_roles(group, key, reported, registry.own_state, forced=arguments.flag("force"), given=given)
+    reported, floor = registry.terms.reported(group.name), registry.terms.floor(group.name)
+    return adopt_roles(group, key, reported, registry.own_state, forced=arguments.flag("force"), floor=floor)
 
 
 async def _list_brokers(context: ActionContext, arguments: Arguments) -> Any:

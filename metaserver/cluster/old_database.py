@@ -41,11 +41,11 @@ class OldRow:
     remedy: str
 
 
-def judge(group: Group, reported: int, state_of: StateOf, *, given: int = 0) -> OldRow | None:
+def judge(group: Group, reported: int, state_of: StateOf, *, floor: int = 0) -> OldRow | None:
     """Compare a row with the newest reported term; None: the row is not older.
 
     Args:
-        given: newest term that was assigned or promised, whether or not a broker received it.
+        floor: newest term that was reported, assigned or promised, whether or not a broker received it.
     """
     if reported <= group.term:
         return None
@@ -55,15 +55,15 @@ def judge(group: Group, reported: int, state_of: StateOf, *, given: int = 0) -> 
     )
     master = _newest_master(states, reported)
     if master is not None and all(state is not None and state.term == reported for state in states.values()):
-        change = _with_master(group, master, above=max(reported, given))
+        change = _with_master(group, master, above=max(reported, floor))
         return OldRow(group, reported, change, found, "the metaserver raises the row by itself")
     reports = ", ".join(_report(broker, state) for broker, state in states.items())
     return OldRow(group, reported, None, f"{found} ({reports})", _remedy(group, master, states))
 
 
-def adopt(group: Group, key: BrokerKey, reported: int, state_of: StateOf, *, given: int = 0) -> RoleChange:
+def adopt(group: Group, key: BrokerKey, reported: int, state_of: StateOf, *, floor: int = 0) -> RoleChange:
     """Return the change that promotes the broker that an operator names, in a term above every reported one and
-    `given`.
+    `floor`.
 
     Raises:
         OperatorError: the row is not older than the brokers; the broker is not of the group, or down.
@@ -77,7 +77,7 @@ def adopt(group: Group, key: BrokerKey, reported: int, state_of: StateOf, *, giv
         raise OperatorError(f"{key} is no broker of {group.name}; ListBrokers names them")
     if state_of(named) is None:
         raise OperatorError(f"{key} is down; start it first, so that it reports its log")
-    return _with_master(group, named, above=max(reported, given))
+    return _with_master(group, named, above=max(reported, floor))
 
 
 def objection(named: Broker, reported: int, state_of: StateOf) -> str:
@@ -149,47 +149,51 @@ class ReportedTerms:
     """
 
     def __init__(self) -> None:
-        self._newest: dict[str, int] = {}
-        self._given: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
+        self._assigned: dict[str, int] = {}
         self._promised: dict[str, int] = {}
 
     def note(self, group: str, term: int) -> None:
         """Record a reported term; an empty `group`: that broker never had a role."""
-        if group and term > self._newest.get(group, 0) and (group in self._newest or len(self._newest) < GROUPS_MAX):
-            self._newest[group] = term
+        if (
+            group
+            and term > self._reported.get(group, 0)
+            and (group in self._reported or len(self._reported) < GROUPS_MAX)
+        ):
+            self._reported[group] = term
 
     def note_rows(self, groups: Iterable[Group]) -> None:
         """Record the terms of rows: they were assigned, whether or not a broker received them."""
         for group in groups:
-            self._given[group.name] = max(group.term, self._given.get(group.name, 0))
+            self._assigned[group.name] = max(group.term, self._assigned.get(group.name, 0))
 
     def note_promise(self, group: str, term: int) -> None:
         """Record a promise to follow no master of an older term; a row of that term may not exist yet."""
-        if group in self._given:
+        if group in self._assigned:
             self._promised[group] = max(term, self._promised.get(group, 0))
 
-    def newest(self, group: str) -> int:
-        return self._newest.get(group, 0)
+    def reported(self, group: str) -> int:
+        return self._reported.get(group, 0)
 
-    def given(self, group: str) -> int:
+    def used(self, group: str) -> int:
         """Return the newest reported or assigned term. A promised term above it may be promised again."""
-        return max(self._newest.get(group, 0), self._given.get(group, 0))
+        return max(self._reported.get(group, 0), self._assigned.get(group, 0))
 
     def floor(self, group: str) -> int:
         """Return the term that every new term exceeds."""
-        return max(self.given(group), self._promised.get(group, 0))
+        return max(self.used(group), self._promised.get(group, 0))
 
     def floors(self) -> dict[str, int]:
-        return {group: self.floor(group) for group in self._given.keys() | self._newest.keys()}
+        return {group: self.floor(group) for group in self._assigned.keys() | self._reported.keys()}
 
     def above_rows(self, groups: Mapping[str, Group]) -> list[str]:
         """Return the names of groups with a row older than a report."""
-        return [name for name, term in self._newest.items() if name in groups and groups[name].term < term]
+        return [name for name, term in self._reported.items() if name in groups and groups[name].term < term]
 
     def unknown(self, groups: Iterable[str]) -> dict[str, int]:
         """Return reported groups that are not among `groups`, with their newest term."""
         known = set(groups)
-        return {name: term for name, term in sorted(self._newest.items()) if name not in known}
+        return {name: term for name, term in sorted(self._reported.items()) if name not in known}
 
 
 COMMANDS = (

@@ -207,7 +207,7 @@ class Registry:
         row = self.directory.groups.get(group)
         if row is None:
             return None
-        return old_database.judge(row, self.terms.newest(group), self.own_state, given=self.terms.floor(group))
+        return old_database.judge(row, self.terms.reported(group), self.own_state, floor=self.terms.floor(group))
 
     def old_rows(self) -> list[str]:
         """Return the names of groups with a row older than their brokers."""
@@ -344,7 +344,7 @@ class Registry:
                 g.term,
                 self.is_writable(g),
                 self._roles_up(g),
-                self.terms.newest(g.name) > g.term,
+                self.terms.reported(g.name) > g.term,
             )
             for g in self.directory.groups.values()
         ]

@@ -264,10 +264,10 @@ class Failovers:
 
     async def _learn(self, group: Group, *, master_gone: bool) -> Facts:
         registry, name = self._registry, group.name
-        reported, given = registry.terms.newest(name), registry.terms.given(name)
+        reported, used = registry.terms.reported(name), registry.terms.used(name)
         slave_states, points = await asyncio.gather(self._ask_all(group), registry.points_of(name, must_be_read=True))
         master_state = _last_master_state(registry, group)
-        return Facts(group, reported, given, master_state, slave_states, points, master_gone=master_gone)
+        return Facts(group, reported, used, master_state, slave_states, points, master_gone=master_gone)
 
     async def _ask_all(self, group: Group) -> dict[BrokerKey, ReplicaState]:
         answers = await asyncio.gather(*map(self._ask, group.slaves))

@@ -57,7 +57,7 @@ class Facts:
     group: Group
     reported_term: int
     """Newest term that a broker of the group reported."""
-    given_term: int
+    used_term: int
     """Newest term that was ever reported or assigned."""
     master_state: ReplicaState | None
     """Master's last report; None: unknown."""
@@ -78,7 +78,7 @@ class Facts:
         A promised term without a promotion is promised again, because pull sequences have only 16 bits for the term.
         """
         promised = (state.promised_term for state in self.slave_states.values())
-        return max(self.group.term + 1, self.given_term + 1, *promised)
+        return max(self.group.term + 1, self.used_term + 1, *promised)
 
     @property
     def promises_needed(self) -> int:

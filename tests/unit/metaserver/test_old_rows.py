@@ -81,7 +81,7 @@ def test_remedy_names_longest_of_two_copies():
     states = {"a": ReplicaState(SLAVE, 4, flushed_end=200, last_term=4), "b": ReplicaState(SLAVE, 4, flushed_end=300)}
     remedy = old_database.judge(ROW, 4, lambda broker: states[broker.hostname]).remedy
     assert "AdoptRoles --brokerGroup=g1 --hostname=a --servePort=1 --force=true" in remedy
-    assert old_database.adopt(ROW, A.key, 4, reports(a=(SLAVE, 4), b=(SLAVE, 4)), given=9).new_term == 10
+    assert old_database.adopt(ROW, A.key, 4, reports(a=(SLAVE, 4), b=(SLAVE, 4)), floor=9).new_term == 10
 
 
 def test_current_row_is_unchanged():
@@ -92,7 +92,7 @@ def test_row_with_fewer_copies_gets_a_newer_term():
     """a still counted c in that term, and b alone was promoted by the rule of two."""
     states = reports(a=(MASTER, 4), b=(SLAVE, 4))
     assert old_database.judge(ROW, 4, states).change.new_term == 5
-    assert old_database.judge(ROW, 4, states, given=7).change.new_term == 8, "above given terms, too"
+    assert old_database.judge(ROW, 4, states, floor=7).change.new_term == 8, "above assigned terms, too"
 
 
 def upkeep_of(world):

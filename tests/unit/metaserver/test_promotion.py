@@ -111,7 +111,7 @@ def test_complete_slave_is_promoted_in_next_term(facts):
     assert promotion.refusal(facts) is None
     change = promotion.choose(facts)
     assert (change.term, change.new_term) == (4, 5)
-    assert promotion.choose(replace(facts, given_term=7)).new_term == 8
+    assert promotion.choose(replace(facts, used_term=7)).new_term == 8
     assert (change.master.key, change.master.role) == (B.key, Role.MASTER)
     assert (change.slave.key, change.slave.role, change.slave.complete) == (A.key, Role.SLAVE, False)
 
@@ -188,7 +188,7 @@ def test_row_gets_the_promised_term():
     assert facts.new_term == 5 and promotion.choose(replace(facts, slave_states=promised)).new_term == 5
     earlier = {key: replace(reported, promised_term=9) for key, reported in facts.slave_states.items()}
     assert promotion.choose(replace(facts, slave_states=earlier)).new_term == 9, "no slave refuses the row"
-    assert promotion.choose(replace(facts, given_term=11, slave_states=earlier)).new_term == 12
+    assert promotion.choose(replace(facts, used_term=11, slave_states=earlier)).new_term == 12
 
 
 def test_longest_slave_must_reach_acknowledged_point():
