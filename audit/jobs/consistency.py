@@ -38,7 +38,9 @@ UNFINISHED = "The run that wrote this page has not ended, or it failed. The page
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="qmq audit", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="qmq audit", description="Prove that all copies of each broker group are equal, or list the differences."
+    )
     parser.add_argument("--group", action="append", default=[], help="broker group; repeat with --master and --slave")
     parser.add_argument(
         "--master", action="append", default=[], help="data directory, or HOST:CONTROL_PORT of a broker"

@@ -39,7 +39,10 @@ def count_by(places: Sequence[Place], subject: str, name: str) -> Counter[str | 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m qmq.audit.jobs.count", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m qmq.audit.jobs.count",
+        description="Count the messages of a subject by a property, without Spark and Java.",
+    )
     add_source_options(parser, spark=False)
     parser.add_argument("--subject", required=True)
     parser.add_argument("--property", required=True, help="name of the property")

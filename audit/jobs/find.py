@@ -73,7 +73,10 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tools.sh FindMessage", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="tools.sh FindMessage",
+        description="Find messages in the logs of all broker groups, by id, property, tag and time.",
+    )
     add_source_options(parser)
     parser.add_argument("--id", default="", help="id of the message")
     parser.add_argument(

@@ -150,7 +150,10 @@ def run_query(spark: SparkSession, places: Sequence[Place], sql: str, **options:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="qmq query", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="qmq query",
+        description="Query the message logs in SQL: views `messages` and `progress` over one copy per broker group.",
+    )
     add_source_options(parser)
     parser.add_argument("--sql", required=True, help="query over the views `messages` and `progress`")
     add_selection_options(parser)

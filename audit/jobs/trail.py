@@ -59,7 +59,10 @@ def show(rows: Rows) -> Iterable[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tools.sh Trail", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="tools.sh Trail",
+        description="Trail of a message: its places in the logs, its deliveries, and their outcomes.",
+    )
     add_source_options(parser)
     parser.add_argument("--id", required=True, help="id of the message")
     parser.add_argument("--subject", default="", help="read only this subject; an id may occur in several")

@@ -7,6 +7,7 @@ import json
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes
 
 from qmq.audit.copies import CannotRead
 from qmq.audit.data_source import TableReader, TableStream
-from qmq.audit.jobs import find, query
+from qmq.audit.jobs import consistency, count, find, query, trail
 from qmq.audit.jobs.query import columns_in
 from qmq.audit.selection import WrongOption
 from qmq.audit.tables import SCHEMAS
@@ -283,6 +284,14 @@ def test_printed_rows_are_harmless(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     message = {"timestamp_ms": 1, "broker_group": "g1", "offset": 5, "subject": "s", "sequence": 7, "id": "m"}
     shown = [message | {"tags": ["a"], "properties": {"qmq_contentType": "image/png"}}]
     assert list(find.show(shown)) == ["1  g1@5  s 7  m  a image/png", "1 messages"]
+
+
+@pytest.mark.parametrize("job", [consistency, count, find, query, trail])
+def test_help_begins_with_the_task_of_the_job(job: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        job.main(["--help"])
+    _, purpose, *_ = capsys.readouterr().out.split("\n\n")
+    assert ended.value.code == 0 and not purpose.startswith(("Shell", "options"))
 
 
 @pytest.mark.parametrize(
