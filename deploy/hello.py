@@ -52,7 +52,7 @@ def local_cluster(otherwise: str = "") -> tuple[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="qmq hello", description="Send a message and take it out again.")
+    parser = argparse.ArgumentParser(prog="qmq hello", description="Send a message and receive it.")
     parser.add_argument(
         "--metaserver",
         default=os.environ.get("QMQ_METASERVER") or None,

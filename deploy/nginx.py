@@ -41,7 +41,7 @@ def nginx_conf(listen: str | Iterable[str], metaservers: Iterable[str]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="qmq nginx", description="nginx in front of the metaservers.")
+    parser = argparse.ArgumentParser(prog="qmq nginx", description="Print nginx' configuration for the metaservers.")
     parser.add_argument(
         "--listen", action="append", help="port, or address:port; repeat it for IPv6, as in [::]:8080; default: 8080"
     )

@@ -55,7 +55,9 @@ def run(command: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="qmq nightly", description="Run a job and report its end to Prometheus.")
+    parser = argparse.ArgumentParser(
+        prog="qmq nightly", description="Run a nightly job and write its outcome for Prometheus."
+    )
     parser.add_argument("--name", required=True, help="name in metrics and alerts: audit, backup")
     parser.add_argument("--textfile", type=Path, required=True, help="directory of node_exporter's textfile collector")
     parser.add_argument("command", nargs="+", help="the job's command, behind --")

@@ -55,7 +55,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="qmq chaos", description="Faults at random on a cluster, and a verdict.")
+    parser = argparse.ArgumentParser(
+        prog="qmq chaos", description="Inject random faults into a cluster, and check every promise."
+    )
     parser.add_argument("--minutes", type=_minutes, default=10.0, help="default: 10")
     parser.add_argument("--seed", type=int, default=1, help="first seed; each trial has the next one; default: 1")
     parser.add_argument(

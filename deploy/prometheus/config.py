@@ -98,7 +98,9 @@ def write_config(
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="qmq prometheus", description="Prometheus' targets and alert rules.")
+    parser = argparse.ArgumentParser(
+        prog="qmq prometheus", description="Write Prometheus' targets and the alert rules."
+    )
     default = os.environ.get("QMQ_METASERVER") or None
     parser.add_argument("--metaserver", default=default, required=default is None, help="default: QMQ_METASERVER")
     add_token_options(parser)
