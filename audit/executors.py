@@ -117,7 +117,8 @@ class InProcess:
 class OnSpark:
     """Executor of tasks in a Spark session of its own, all of them in one action.
 
-    Each action takes settings of the session. The caller's session keeps its own, and runs other audits meanwhile.
+    An action runs with the settings of its session. The caller's session keeps its own, and runs other audits
+    meanwhile.
     """
 
     def __init__(self, spark: SparkSession) -> None:

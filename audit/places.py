@@ -75,8 +75,8 @@ CALL_TIMEOUT_S = 10.0
 
 
 class GroupStatus(NamedTuple):
-    """Status of a broker group: copies that must acknowledge, readonly reasons (empty while writable), and whether it
-    is a delay group.
+    """Status of a broker group: how many copies must acknowledge, readonly reasons (empty while writable), and whether
+    it is a delay group.
     """
 
     min_copies: int = COPIES_MIN

@@ -1,6 +1,6 @@
 """Core. Plan of an audit: tasks that read pieces, and judges that take their facts in order.
 
-    task     pieces and segments of some broker groups, with all that reading them takes
+    task     pieces and segments of some broker groups, with everything needed to read them
     fact     (job: number of the broker group, key: names the judge, piece: offset where it begins, copy: its name, or
              empty for all copies, payload: pickled context and facts); of piece SETUP, a judge's setup
     judged   (job, copy, kind, payload, listed): a `JudgeRow` as JSON; listed: for the driver

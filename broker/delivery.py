@@ -545,8 +545,8 @@ def _with_mailbox(subject: str, group: str) -> list[Key]:
 
 
 def _has_consumer(group: Group) -> bool:
-    """Return whether a group has a consumer: subscribing and leaving are both written. The pruner counts only while it
-    has unacked messages.
+    """Return whether a group has a consumer, connected or not: the log records both subscribing and leaving. `PRUNER`
+    counts only while it has unacked messages.
     """
     return any(name != PRUNER or consumer.unacked for name, consumer in group.consumers.items())
 

@@ -394,8 +394,8 @@ class Backlogs:
         return max(0, now_ms - min((first.since_ms for first in firsts), default=now_ms))
 
     def first_unacked_ms(self, now_ms: int) -> dict[Key, int]:
-        """Return for how long a consumer has had the same first unacked message: the longest times, and those always
-        shown. Counted by this mastership.
+        """Return for how long a consumer of each group has had the same first unacked message, in this mastership.
+        Groups with the longest times, and those always shown.
         """
         since = {key: min(first.since_ms for first in firsts.values()) for key, firsts in self._firsts.items()}
         found = nsmallest(AGES_MAX, since.items(), key=lambda item: item[1])

@@ -1,4 +1,4 @@
-"""Core. Labels, tag rules and recently read bodies of messages frames.
+"""Core. Labels, tag rules, and recently read bodies of frames.
 
 A label's bits (qmq.codec) say "surely not" or "maybe"; the tags in the message decide. A frame in the log's tail is
 used in place. Labels and bodies of other frames are read on a thread (`read_labels_of`) and cached within bounds. The

@@ -105,7 +105,7 @@ def keys_of(
 def of_groups(
     log: MessageLog, connected_to: Connected, keys: Iterable[Key], lacking: Mapping[Key, int] = MappingProxyType({})
 ) -> Iterator[GroupProgress]:
-    """Yield the progress of groups; those of `lacking` have this begin.
+    """Yield the progress of groups; `lacking` has the begin of groups without progress in this log.
 
     Raises:
         CorruptFrame: this copy is damaged.
@@ -245,7 +245,7 @@ def plan_reset(log: MessageLog, subject: str, group: str, known: Group | None, t
     Messages that retention deleted cannot be delivered: the group goes to the oldest one instead.
 
     Raises:
-        OperatorError: the move is not possible; states why.
+        OperatorError: the move is not possible, for the reason in the text.
         CorruptFrame: this copy is damaged where it had to be read.
     """
     if known is None:

@@ -245,7 +245,7 @@ class Subscriptions:
 
     def _check_held_end(self, subject: str, name: str, consumer: str, held_end: int) -> None:
         """Raise InvalidAck unless the log has all that the consumer has. A deposed master may have delivered safe
-        messages under other pull sequences than the next one. A consumer that left, or whose group was moved, has no
+        messages under other pull sequences than the next master. A consumer that left, or whose group was moved, has no
         unacked messages.
         """
         known = self.consumer(subject, name, consumer)
@@ -374,7 +374,7 @@ class Subscriptions:
     def departure(self, key: tuple[str, str, str], *, begun_none: bool) -> list[Entry]:
         """Return the entries that record a consumer's departure, and forget its reports.
 
-        A new master has no reports yet: it counts nothing and keeps suspecting.
+        A new master has no reports yet: it records a suspected departure, and counts no attempts.
         """
         begun, is_silent = self._begun.get(key, []), key in self._silent
         self._forget_reports(key)

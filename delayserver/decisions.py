@@ -166,7 +166,7 @@ class Decisions:
         """Write occurrences of due recurring schedules, and `records` again for their next times.
 
         One frame holds both, so a crash leaves both or none. If a lost copy alone had the frame, the other copy makes
-        it again from the messages that `records` follow from. So occurrences and templates are as safe as those.
+        it again from the messages that `records` were made from. So occurrences and templates are as safe as those.
         """
         count, places = len(records), _places_of(records) + bytes(delay_frames.PLACE_BYTES * len(records))
         data_ends = [self.data_end(records[at : at + 1]) for at in range(count)]

@@ -305,9 +305,7 @@ class Leftover:
 
 @dataclass(slots=True)
 class _Page:
-    """Page of the next messages of some subjects, being read or read; with the messages that left the wheel
-    meanwhile.
-    """
+    """Page of the next messages of some subjects, from its request on, with the messages that left the wheel since."""
 
     schedule: Schedule
     subjects: set[int]
@@ -417,7 +415,7 @@ class Leftovers:
     # Messages return.
 
     def go_on(self, taken_ms: int, *, all_taken: bool) -> Records:
-        """Return the messages that return now, maybe none.
+        """Return the messages that enter the queues now, maybe none.
 
         Args:
             taken_ms: messages due by then were taken off the wheel, or are next.

@@ -200,8 +200,8 @@ def recent(metric: str, name: str = "") -> tuple[str, str]:
 
 
 def per_consumer_group(metric: str, join: str = "sum") -> str:
-    """Return a query for the twenty largest values. Master and slave have equal ones; broker groups are joined by
-    `join`.
+    """Return a query for the twenty largest values. Master and slave have equal values; `join` combines those of broker
+    groups.
     """
     best = f"max by (cluster, broker_group, subject, consumer_group) ({metric})"
     return f"topk by (cluster) (20, {join} by (cluster, subject, consumer_group) ({best}))"

@@ -1,4 +1,4 @@
-"""Shell. Fills in `deploy/nginx.conf`: nginx in front of the metaservers.
+"""Shell. Configuration of nginx in front of the metaservers, from the template `deploy/nginx.conf`.
 
 qmq nginx --metaserver 10.0.0.1:8080 --metaserver 10.0.0.2:8080 > /etc/nginx/conf.d/qmq.conf
 """

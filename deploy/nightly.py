@@ -1,4 +1,4 @@
-"""Shell. Runs a nightly job and writes its outcome for Prometheus.
+"""Shell. Runner of a nightly job, which writes its outcome for Prometheus.
 
     qmq nightly --name audit --textfile /var/lib/prometheus/node-exporter -- qmq audit --all-groups …
 

@@ -28,8 +28,8 @@ class LeaseRow(NamedTuple):
 
 
 class LeaseRequest(NamedTuple):
-    """Request to raise the beat of an own row, or to take a row that is free, or unchanged since (term, beat) if
-    `take`.
+    """Request to raise the beat of the own row; with `take`, to take a row that is free or unchanged since (term,
+    beat).
     """
 
     take: bool

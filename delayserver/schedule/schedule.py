@@ -1,4 +1,4 @@
-"""Core. Schedule: index of the delayed messages of a log that are not done, by due time. It follows the log's frames.
+"""Core. Schedule: index, by due time, of a log's delayed messages that are not done. It follows the log's frames.
 
 Each copy makes its own schedule, from frames below the high watermark. Those are never cut, so the schedule never goes
 back. After a crash it continues from the last checkpoint; a damaged one is rebuilt from the log's start. So no part of
@@ -73,7 +73,8 @@ class Schedule:
     """
 
     def __init__(self, disk: Disk, *, segment_ms: int, log_start: int, keep_ms: int = 0) -> None:
-        """Start from the checkpoint on the disk, else empty at `log_start`; `rebuilt` holds the reason, or is empty.
+        """Start from the checkpoint on the disk, else empty at `log_start`. `rebuilt` holds the reason for an empty
+        start, or is empty.
 
         Args:
             segment_ms: length of new segments.

@@ -1,10 +1,10 @@
 """Core. Questions to the schedule: made on its loop, answered on threads from views that do not change.
 
 Messages are found by the hash of their id or key, listed by due time, or selected by place, subject or label. An index
-of a segment's hashes is made at the first question and grows with the segment: sorted pieces of 64 bits a row, the hash
-above the row. A piece is merged with the one before once it is half as long. All indexes together are bounded: a
-question with a due time replaces the least recently used index, a search through everything uses free room only. A
-segment without an index is read.
+of a segment's hashes is made at the first question and grows with the segment: sorted pieces of 64-bit entries, the
+hash in the upper bits and the row in the lower ones. A piece is merged with the one before once it is half as long as
+that. All indexes together are bounded: a question with a due time replaces the least recently used index, a search
+through everything uses free room only. A segment without an index is read.
 """
 
 from __future__ import annotations

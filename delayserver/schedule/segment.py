@@ -18,8 +18,8 @@ dispatched or cancelled; a segment without changes has none. All integers little
     4     u32  count n
     8     n x  u64: bits 0 to 55 the row, bits 56 to 63 the state (sent, cancelled, moved)
 
-Both are derived from the log and only grow. They count up to the lengths in the checkpoint; bytes behind those are left
-from a crash, never read, and written over.
+Both are derived from the log and only grow. They are valid up to the lengths in the checkpoint. Bytes behind those are
+left from a crash, never read, and written over.
 """
 
 from __future__ import annotations

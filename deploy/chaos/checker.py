@@ -1,4 +1,4 @@
-"""Core. Checks the history of a run, and both copies of each log, for broken promises.
+"""Core. Check of a run's history, and of both copies of each log, for broken promises.
 
 Of consumers, in the manner of Jepsen's queue and log checkers:
 

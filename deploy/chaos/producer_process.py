@@ -1,4 +1,5 @@
-"""Shell. A producer as a process: sends messages at a steady rate, and records each before and after.
+"""Shell. A producer as a process: sends messages at a steady rate, and records each before its call and after the
+answer.
 
 Two streams run side by side, one call after the other in each: messages with order keys, and those with tags.
 """

@@ -190,8 +190,8 @@ def line_of(record: Record) -> str:
 
 
 def records_of(lines: Iterable[str]) -> Iterator[Record]:
-    """Yield the records of a file; a kill may have torn its last line. Equal strings share memory, which limits the
-    length of a history.
+    """Yield the records of a file; a kill may have torn its last line. Equal strings share memory, which would else
+    limit the length of a history.
     """
     for line in lines:
         if line.endswith("\n"):

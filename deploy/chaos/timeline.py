@@ -1,6 +1,6 @@
 """Core. The picture of a run: faults as bars, and below them curves of acknowledged, refused and delivered messages.
 
-One HTML file without references.
+One HTML file without references to others.
 """
 
 from __future__ import annotations
