@@ -29,7 +29,7 @@ UNLIKE_MAX = 200_000
 STAYING_MAX = 1_000_000
 """Equal frames in differing pieces, of which only the place of their messages is kept: 150 MB."""
 ALIKE_MAX = 16
-"""Places of one frame from which distances are counted: empty pulls may be equal by the thousand."""
+"""Places of one frame from which distances are counted: thousands of empty pulls may be equal."""
 _NO_FIELDS = frozenset({"offset", "chain", "body_at", "epoch"})
 _COMPARED = [name for name in Frame._fields if name not in _NO_FIELDS]
 

@@ -211,7 +211,7 @@ class DerivedFilesJudge:
         """Bases of wrong snapshots."""
 
     def take(self, piece: int, wrong: Wrong, /) -> Iterator[JudgeRow]:
-        """Take a problem found from the segment at `piece` on."""
+        """Take a problem that the check of the segment at `piece` found."""
         if wrong.since not in self._wrong:
             yield finding(wrong.what, wrong.text, offset=wrong.base)
         if wrong.what is FindingKind.SNAPSHOT:

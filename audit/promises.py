@@ -26,7 +26,7 @@ from qmq.audit.plan import Fact, Judged
 BLOCK_MESSAGES = 1 << 18
 """Sequences per judge: their lines take 70 MB of memory at most."""
 LINES = -1
-"""Piece of a block's journal lines: they are sorted before the messages."""
+"""Stands for the piece in facts with journal lines, so that they are sorted before the messages."""
 COUNTS = "lines"
 LISTED_MAX = 20 * FINDINGS_MAX
 TEXTS = {

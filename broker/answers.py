@@ -40,7 +40,7 @@ class Counters(ProduceCounters):
     pulled_messages: int = 0
     acked_messages: int = 0
     dead_letters: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By real subject and consumer group, whichever subject stores them."""
+    """By the group's real subject and its name, whichever subject stores the dead letters."""
     returned_consumers: int = 0
 
 

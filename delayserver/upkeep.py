@@ -132,7 +132,7 @@ class ScheduleFiler:
         return filed_end == log.start or log.chain_is(filed_end, self.schedule.filed_chain)
 
     def rebuild_damaged(self, schedule: Schedule, problem: DamagedSchedule) -> None:
-        """Rebuild a schedule that a search found damaged, unless it was replaced, and its files deleted, meanwhile."""
+        """Rebuild a schedule that a search found damaged, unless it and its files were replaced meanwhile."""
         if schedule is self.schedule:
             self.rebuild(str(problem))
 

@@ -290,7 +290,7 @@ class WheelLoader:
         self._most = self._full = settings.loaded_messages_max
         """`_full`: size that triggers a drop. It exceeds the limit if most messages are due at one moment."""
         self._left_from_ms = self._kept_until_ms = 0
-        """Earliest due time of the last drop; and the due time before which nothing is dropped any more."""
+        """Earliest due time of the last drop, and the due time before which nothing is dropped any more."""
         self._is_reading = False
         self.taken_ms = 0
         """Messages due by then were taken, or are next."""

@@ -181,7 +181,7 @@ class Leader:
         if time.monotonic() - self._refreshed_at >= self._settings.refresh_ms / 1000:
             await self._refresh()
         for url, task in list(self._tasks.items()):
-            if task.done():  # drains end on an error, or if the lease was late for a moment
+            if task.done():  # a drain ends on an error, or when the lease was late
                 log.warning("drain restarted database=%s reason=%r", url, task.exception() or "the lease was late")
                 self._forget(url)
                 self._refreshed_at = 0.0

@@ -112,7 +112,7 @@ def _unexplained(history: History, before: Delivery, after: Delivery) -> str | N
             return None
         return "again after its end was confirmed"
     if after.got.at < before.got.at or history.cause(before, after.got.at):
-        return None  # in that order, it is a matter of times
+        return None  # `times do not grow` reports a wrong order
     return "again without a cause"
 
 
