@@ -49,37 +49,37 @@ class Registration:
             DatabaseAway: the report is new and cannot be stored now.
         """
         self._registry.terms.note(registering.group, term)
-        known = self._registry.directory.find(registering.key)
-        if known is None:
+        row = self._registry.directory.find(registering.key)
+        if row is None:
             await self._registry.mirror.catch_up()  # another metaserver may have added it
             if self._registry.directory.find(registering.key) is None:
                 self._registry.mirror.check_rows()
-            known = self._known(registering, term)
-        doubt, has_moved = self._registry.liveness.doubt(registering.key), rules.may_be_copy(known, registering)
+            row = self._row_of(registering, term)
+        doubt, has_moved = self._registry.liveness.doubt(registering.key), rules.may_be_copy(row, registering)
         if doubt is not None and (doubt.incarnation != registering.incarnation or has_moved):
             await ask(doubt)
         for attempt in range(REGISTER_TRIES):
-            known = self._known(registering, term)
-            rules.check_kind(known, registering)
-            self._check_place(known, registering)
-            is_older = rules.is_older(known, registering, term, self._registry.last_state(known))
-            rules.check_registration(known, registering.incarnation, is_older=is_older)
+            row = self._row_of(registering, term)
+            rules.check_kind(row, registering)
+            self._check_place(row, registering)
+            is_older = rules.is_older(row, registering, term, self._registry.last_state(row))
+            rules.check_registration(row, registering.incarnation, is_older=is_older)
             self._registry.liveness.claim(registering.key, registering.incarnation, now_ms=self._registry.now_ms())
-            same_disk = known.incarnation == registering.incarnation
-            complete = known.complete and same_disk
+            same_disk = row.incarnation == registering.incarnation
+            complete = row.complete and same_disk
             broker = replace(
                 registering,
-                group=known.group,
-                role=known.role,
-                kind=known.kind,
+                group=row.group,
+                role=row.role,
+                kind=row.kind,
                 complete=complete,
-                fill_id=known.fill_id,
-                fill_allowed=known.fill_allowed,
+                fill_id=row.fill_id,
+                fill_allowed=row.fill_allowed,
             )
-            if broker == known:
+            if broker == row:
                 break
             try:
-                await self._store_registration(broker, known)
+                await self._store_registration(broker, row)
                 break
             except StaleTerm:  # memory is outdated
                 if attempt + 1 == REGISTER_TRIES:
@@ -87,11 +87,11 @@ class Registration:
                 await self._registry.mirror.catch_up()
         return broker
 
-    def _known(self, registering: Broker, term: int) -> Broker:
+    def _row_of(self, registering: Broker, term: int) -> Broker:
         directory = self._registry.directory
-        if (known := directory.find(registering.key)) is not None:
+        if (row := directory.find(registering.key)) is not None:
             self._unplaced.pop(registering.key, None)
-            return known
+            return row
         if registering.group and term and len(self._unplaced) < UNPLACED_MAX:
             self._unplaced[registering.key] = registering, term, self._registry.now_ms()
         rules.refuse_unknown(registering, directory)
@@ -103,16 +103,16 @@ class Registration:
         found = [(broker, term) for broker, term, _ in self._unplaced.values()]
         return sorted(found, key=lambda noted: (-noted[1], noted[0].key))
 
-    def _check_place(self, known: Broker, registering: Broker) -> None:
+    def _check_place(self, row: Broker, registering: Broker) -> None:
         """Raise PlaceTaken while another process serves as this broker, by heartbeats or by its master's report."""
-        has_moved, group = rules.may_be_copy(known, registering), self._registry.directory.groups[known.group]
+        has_moved, group = rules.may_be_copy(row, registering), self._registry.directory.groups[row.group]
         try:
             self._registry.liveness.check_free(
                 registering.key, registering.incarnation, now_ms=self._registry.now_ms(), has_moved=has_moved
             )
-            if has_moved and self._is_in_sync(group, known):
+            if has_moved and self._is_in_sync(group, row):
                 raise PlaceTaken(
-                    f"another process is connected to the master of {group.name} as {known.key}, from another address "
+                    f"another process is connected to the master of {group.name} as {row.key}, from another address "
                     f"or directory: one of the two data directories is a copy of the other. {STOP_ONE}"
                 )
         except PlaceTaken as error:

@@ -437,26 +437,26 @@ def check_registration(broker: Broker, incarnation: str, *, is_older: bool = Fal
         )
 
 
-def is_elsewhere(known: Broker, registering: Broker) -> bool:
+def is_elsewhere(row: Broker, registering: Broker) -> bool:
     """Return whether a broker has its row's data directory, but at another place or after a start of its machine.
 
     The directory may be a copy, and the original process may still run where no metaserver reaches it. So its role
     begins in a new term, in which the original no longer counts.
     """
-    is_same_disk = bool(known.incarnation) and known.incarnation == registering.incarnation
-    return is_same_disk and known.instance != registering.instance
+    is_same_disk = bool(row.incarnation) and row.incarnation == registering.incarnation
+    return is_same_disk and row.instance != registering.instance
 
 
-def may_be_copy(known: Broker, registering: Broker) -> bool:
+def may_be_copy(row: Broker, registering: Broker) -> bool:
     """Return whether a broker may be another process than the row's, with the same data directory or a copy.
 
     One directory at one place belongs to one process: its lock admits one at a time.
     """
-    knows_places = bool(known.instance or registering.instance) and known.incarnation == registering.incarnation
-    return is_elsewhere(known, registering) if knows_places else known.ip != registering.ip
+    have_places = bool(row.instance or registering.instance) and row.incarnation == registering.incarnation
+    return is_elsewhere(row, registering) if have_places else row.ip != registering.ip
 
 
-def is_older(known: Broker, registering: Broker, term: int, last: ReplicaState | None) -> bool:
+def is_older(row: Broker, registering: Broker, term: int, last: ReplicaState | None) -> bool:
     """Return whether a broker has, at another place, a directory older than a term it once reported.
 
     Such a copy would cut frames that the old master acknowledged later.
@@ -465,7 +465,7 @@ def is_older(known: Broker, registering: Broker, term: int, last: ReplicaState |
         term: newest term it has stored.
         last: its last report.
     """
-    return is_elsewhere(known, registering) and last is not None and term < last.term
+    return is_elsewhere(row, registering) and last is not None and term < last.term
 
 
 def begin_elsewhere(group: Group, broker: Broker, *, above: int) -> RoleChange:
@@ -571,9 +571,9 @@ def _require_stopped(group: Group, member: Broker, may_be_up: MayBeUp) -> None:
 
 def _addressed(group: Group, broker: Broker) -> Broker:
     """Return the broker at the operator's address, with the disk and ports of its registration."""
-    known = next((member for member in group.brokers if member.key == broker.key), broker)
-    registered = replace(broker, control_port=known.control_port, metrics_port=known.metrics_port)
-    return replace(registered, incarnation=known.incarnation, instance=known.instance)
+    row = next((member for member in group.brokers if member.key == broker.key), broker)
+    registered = replace(broker, control_port=row.control_port, metrics_port=row.metrics_port)
+    return replace(registered, incarnation=row.incarnation, instance=row.instance)
 
 
 def _require_free(directory: Directory, key: BrokerKey) -> None:
