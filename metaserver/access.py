@@ -149,10 +149,10 @@ class Access:
 
     def find(self, text: str, *, now_ms: int) -> TokenRow:
         """Return the row of a valid token; the installation's key has none. Raises AccessError."""
-        given = text.encode("utf-8", "replace")
-        if self._is_key(given):
+        token_bytes = text.encode("utf-8", "replace")
+        if self._is_key(token_bytes):
             raise AccessError("this is the key of the installation, which is for its processes and has no page")
-        token = self._proven(given)
+        token = self._proven(token_bytes)
         if token is None:
             raise UnknownToken("the API token is not valid")
         return _valid(token, now_ms)
@@ -166,27 +166,27 @@ class Access:
 
     def look_up(self, text: str | bytes | None, *, now_ms: int, peer: str = "") -> tuple[Caller, int]:
         """Return the holder as `check` does, and when the token expires; 0: never."""
-        given = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text or b""
-        if not given:
+        token_bytes = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text or b""
+        if not token_bytes:
             raise AccessError("the API token is missing")
-        if self._is_key(given):
+        if self._is_key(token_bytes):
             return Caller("cluster", TokenRole.CLUSTER, peer=peer), 0
-        token = self._proven(given)
+        token = self._proven(token_bytes)
         if token is None and (lost := self._lost_because()):
             raise NotServed(lost)
         if token is None:
             raise UnknownToken("the API token is not valid")
         return _caller(_valid(token, now_ms), peer), token.expires_ms
 
-    def _is_key(self, given: bytes) -> bool:
+    def _is_key(self, token_bytes: bytes) -> bool:
         equal = [
-            hmac.compare_digest(given, token_text(known).encode()) for known in self._cluster_tokens
+            hmac.compare_digest(token_bytes, token_text(known).encode()) for known in self._cluster_tokens
         ]  # no short cut: compare all of them
         return any(equal)
 
-    def _proven(self, given: bytes) -> TokenRow | None:
-        """Return the row of the token `given`. For an unknown id a hash is computed and compared as well."""
-        parts = _TOKEN.fullmatch(given.decode("utf-8", "replace"))
+    def _proven(self, token_bytes: bytes) -> TokenRow | None:
+        """Return the row of the token `token_bytes`. For an unknown id a hash is computed and compared as well."""
+        parts = _TOKEN.fullmatch(token_bytes.decode("utf-8", "replace"))
         identity, secret = (parts[1], parts[2]) if parts else ("", "")
         token = self._tokens.get(identity)
         computed = hash_of(secret, token.salt if token else "")
