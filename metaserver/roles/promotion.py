@@ -106,8 +106,9 @@ class Facts:
     @property
     def newest_point(self) -> Point | None:
         """Newest acknowledged point, without losses that an operator accepted."""
-        known = self.points.by_incarnation.values()
-        return max((p for p in known if p.epoch.term >= self.points.loss_accepted_term), default=None)
+        points = self.points.by_incarnation.values()
+        accepted = self.points.loss_accepted_term
+        return max((point for point in points if point.epoch.term >= accepted), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +245,8 @@ def slave_refusal(facts: Facts, slave: Broker) -> tuple[Refusal, str] | None:
     """Return a slave's first unfulfilled condition, with its text; None: all are fulfilled."""
     if words := facts.unwilling.get(slave.key):
         return Refusal.HEARS_ITS_MASTER, f"does not: {words}"
-    known = SlaveFacts(facts, slave)
-    return next(((why, text) for why, applies, text in SLAVE_CONDITIONS if applies(known)), None)
+    slave_facts = SlaveFacts(facts, slave)
+    return next(((why, text) for why, applies, text in SLAVE_CONDITIONS if applies(slave_facts)), None)
 
 
 def choose(facts: Facts) -> RoleChange:
@@ -290,20 +291,24 @@ def _too_few(facts: Facts) -> tuple[Refusal, str] | None:
     return why, f"{needed} of its {len(group.slaves)} slaves would have to promise, and {reasons}"
 
 
-def _is_disk_of_row(known: SlaveFacts) -> bool:
-    is_there = known.slave.instance in ("", known.report.instance)
-    return bool(known.slave.incarnation) and known.report.incarnation == known.slave.incarnation and is_there
+def _is_disk_of_row(slave_facts: SlaveFacts) -> bool:
+    is_there = slave_facts.slave.instance in ("", slave_facts.report.instance)
+    return (
+        bool(slave_facts.slave.incarnation)
+        and slave_facts.report.incarnation == slave_facts.slave.incarnation
+        and is_there
+    )
 
 
-def _was_in_sync_before(known: SlaveFacts) -> bool:
+def _was_in_sync_before(slave_facts: SlaveFacts) -> bool:
     """Return whether a slave was in sync with a master that never returns before its own process began.
 
     If all copies acknowledge, the row holds that. Otherwise the log does: frames of the row's term follow the epoch
     frame, and a copy with them has everything before. Of later frames, one of the promising slaves has all.
     """
-    group = known.all.group
-    is_reported = len(group.brokers) == group.min_copies or known.report.last_term == group.term
-    return known.all.master_gone and is_reported
+    group = slave_facts.all.group
+    is_reported = len(group.brokers) == group.min_copies or slave_facts.report.last_term == group.term
+    return slave_facts.all.master_gone and is_reported
 
 
 def _were_in_sync_at_the_end(facts: Facts) -> bool:
