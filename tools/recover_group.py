@@ -163,9 +163,9 @@ def _copy(row: Mapping[str, Any], status: Mapping[str, Any], report: Mapping[str
         parted = status.get("parted")
         return Copy(*place, RUNS, status["logEnd"], epoch, status["highWatermark"] or 0, troubles, parted=parted)
     if report is None:
-        known = status.get("highWatermark") or 0
+        acknowledged = status.get("highWatermark") or 0
         epoch = _epoch(status.get("lastEpoch"))
-        return Copy(*place, GONE if is_gone else SILENT, status.get("logEnd"), epoch, known)
+        return Copy(*place, GONE if is_gone else SILENT, status.get("logEnd"), epoch, acknowledged)
     if report["group"] != row["group"]:
         raise WrongReport(f"{report['directory']} is of {report['group'] or 'no group'}, not of {row['group']}")
     points = [report[name]["end"] for name in ("acknowledged", "lacks") if report[name]]
@@ -203,20 +203,20 @@ def decide(copies: Sequence[Copy], *, term: int = 0, min_copies: int = 2, rememb
         remembered: acknowledged point stored by the metaserver.
     """
     copies = [_with_rollback(copy, copies, remembered) for copy in copies]
-    known = max(remembered, *(copy.acknowledged for copy in copies))
+    acknowledged = max(remembered, *(copy.acknowledged for copy in copies))
     master = next((copy for copy in copies if copy.role in MASTERS), None)
     if master is None:
         return Decision(("the group has no master; AddBroker, or the second call of ReplaceBroker, gives it one",))
     slaves = [copy for copy in copies if copy is not master and copy.is_whole]
     proof = slaves if len(copies) == 2 else [slave for slave in slaves if slave.epoch[0] == term]
     is_enough = len(proof) > max(len(copies) - max(min_copies, 2), 0)
-    is_proven = is_enough and not _offsets(max(proof, key=lambda copy: copy.reach), known)
+    is_proven = is_enough and not _offsets(max(proof, key=lambda copy: copy.reach), acknowledged)
     is_missed = master.state in MISSED or len(copies) == 2 or not (master.is_whole or is_proven)
     if is_missed and (silent := [copy.label for copy in copies if copy.state in MISSED]):
         return Decision((ABOUT_MISSED.format(", ".join(silent)),))
     kept = _best(master, copies, is_proven)
     if kept is None:
-        return _begin_anew(master, copies, known)
+        return _begin_anew(master, copies, acknowledged)
     if kept is master and not master.troubles:
         parted = [copy for copy in copies if PARTED in copy.troubles]
         others = [copy for copy in copies if copy not in parted]
@@ -226,7 +226,7 @@ def decide(copies: Sequence[Copy], *, term: int = 0, min_copies: int = 2, rememb
         return Decision((*_all_start(copies), f"{master.label} is refilled by itself from {kept.label}"), kept)
     if is_proven and len(copies) > 2:
         return _choose_among(proof, master, kept, copies)
-    return _put_in_the_masters_place(kept, master, copies, known)
+    return _put_in_the_masters_place(kept, master, copies, acknowledged)
 
 
 def _with_rollback(copy: Copy, copies: Sequence[Copy], remembered: int) -> Copy:
@@ -287,8 +287,8 @@ def _maybe_lost(parted: Iterable[Copy]) -> Iterator[Lost]:
             yield Lost(subject, first, last, only_at=copy.label)
 
 
-def _put_in_the_masters_place(kept: Copy, master: Copy, copies: Sequence[Copy], known: int) -> Decision:
-    lost, offsets = _lost(kept, copies), _offsets(kept, known)
+def _put_in_the_masters_place(kept: Copy, master: Copy, copies: Sequence[Copy], acknowledged: int) -> Decision:
+    lost, offsets = _lost(kept, copies), _offsets(kept, acknowledged)
     stopped = [copy for copy in copies if copy in (master, kept) and copy.state == RUNS]
     stop = (f"stop {', '.join(copy.label for copy in stopped)}",) if stopped else ()
     steps = (*stop, f"ReplaceBroker puts {kept.label} in the master's place", *_all_start(copies, stopped))
@@ -306,8 +306,8 @@ def _choose_among(proof: Sequence[Copy], master: Copy, kept: Copy, copies: Seque
     return Decision(steps, kept, "Failover", {"masterGone": "true"})
 
 
-def _begin_anew(master: Copy, copies: Sequence[Copy], known: int) -> Decision:
-    end = max(known, *(copy.end or 0 for copy in copies))
+def _begin_anew(master: Copy, copies: Sequence[Copy], acknowledged: int) -> Decision:
+    end = max(acknowledged, *(copy.end or 0 for copy in copies))
     steps = (f"the group starts again with an empty disk at {master.label}", *_all_start(copies))
     return Decision(steps, None, "ReplaceBroker", _arguments(master, master, copies), (), (0, end), True)
 
@@ -339,8 +339,8 @@ def _all_start(copies: Sequence[Copy], stopped: Sequence[Copy] = ()) -> tuple[st
     return tuple(map(how, copies))
 
 
-def _offsets(kept: Copy, known: int) -> tuple[int, int] | None:
-    return (kept.end or 0, known) if known > (kept.end or 0) else None
+def _offsets(kept: Copy, acknowledged: int) -> tuple[int, int] | None:
+    return (kept.end or 0, acknowledged) if acknowledged > (kept.end or 0) else None
 
 
 def _lost(kept: Copy, copies: Sequence[Copy]) -> tuple[Lost, ...]:
