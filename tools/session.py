@@ -83,8 +83,8 @@ class Session:
         except CallFailed as error:
             return _fail(Exit.UNREACHABLE, f"{error}. Nothing was changed")
         path = self._path()
-        with PrivateFile(path) if path not in ("", STANDARD_STREAM) else nullcontext() as kept:
-            return self._finish(arguments, kept)
+        with PrivateFile(path) if path not in ("", STANDARD_STREAM) else nullcontext() as file:
+            return self._finish(arguments, file)
 
     def _plan(self, arguments: Mapping[str, str]) -> Exit | None:
         """Show the plan and confirm it; return the exit status if the command ends here, else None."""
@@ -107,7 +107,7 @@ class Session:
             return _fail(Exit.REFUSED, "not confirmed; nothing was changed")
         return None
 
-    def _finish(self, arguments: Mapping[str, str], kept: PrivateFile | None) -> Exit:
+    def _finish(self, arguments: Mapping[str, str], file: PrivateFile | None) -> Exit:
         """Run the command and show the answer."""
         command = self.command
         try:
@@ -126,7 +126,7 @@ class Session:
             hint = "" if self.token else f"; a token comes from {TOKEN_PLACES}"
             return _fail(answer.exit, answer.message + hint)
         try:
-            self._show(answer, kept)
+            self._show(answer, file)
         except (OSError, KeyboardInterrupt) as error:
             if not command.changes:
                 raise
@@ -134,14 +134,14 @@ class Session:
             return _fail(Exit.UNKNOWN, f"{why}\n  {self.look()}")
         return Exit.DONE
 
-    def _show(self, answer: Answer, kept: PrivateFile | None) -> None:
+    def _show(self, answer: Answer, file: PrivateFile | None) -> None:
         data, raw = answer.data, answer.raw
         if self.command.keep is not None and (path := self._path()):
             text, rest = self.command.keep(data)
-            if kept is None:
+            if file is None:
                 print(text, end="", flush=True)
                 return
-            kept.commit(text)
+            file.commit(text)
             data = {**rest, "keptIn": path}
             raw = {"status": 0, "message": "", "data": data}
         if self.as_json:

@@ -81,14 +81,14 @@ class _Redrive:
             if (ended := await self._plan()) is not None:
                 return ended
             path = self._values["out"]
-            with PrivateFile(path) if path else nullcontext() as kept:
+            with PrivateFile(path) if path else nullcontext() as file:
                 try:
                     await self._move_all()
                 except asyncio.CancelledError:
                     _go_on_after_interrupt()
                     self._why_left = "interrupted"
                 try:
-                    self._finish(kept)
+                    self._finish(file)
                 except BrokenPipeError:  # the reader of the output is gone
                     raise
                 except OSError as error:
@@ -246,7 +246,7 @@ class _Redrive:
 
     # Outcome.
 
-    def _finish(self, kept: PrivateFile | None) -> None:
+    def _finish(self, file: PrivateFile | None) -> None:
         """Write and show the receipt."""
         receipt = self._receipt
         listed = {(row["brokerGroup"], row["sequence"]) for row in (*receipt.moved, *receipt.unknown, *receipt.left)}
@@ -254,8 +254,8 @@ class _Redrive:
         receipt.left += [
             letter.json(why=self._why_left) for letter in chosen if (letter.broker_group, letter.sequence) not in listed
         ]
-        if kept is not None:
-            kept.commit(json.dumps(receipt.json(), ensure_ascii=False, indent=1) + "\n")
+        if file is not None:
+            file.commit(json.dumps(receipt.json(), ensure_ascii=False, indent=1) + "\n")
         if self._session.as_json:
             print(to_json(receipt.json()))
         else:
