@@ -240,11 +240,11 @@ async def _group(request: PageRequest, query: Query) -> dict[str, Any]:
         group_rates(request, query["name"]),
     )
     group = next((row for row in groups.data or () if row["groupName"] == arguments["brokerGroup"]), None)
-    found = {"group": group, "groups": groups, "status": status, "readonly": readonly, **rates}
+    values = {"group": group, "groups": groups, "status": status, "readonly": readonly, **rates}
     survey = request.surveyor.see() if request.surveyor and request.caller else None
     parts = [row for row in survey.processes if row.group == query["name"]] if survey and group else []
     line = survey.rates.get(query["name"], {}) if survey else {}
-    return found | {"parts": parts, "line": line, "actions": of_broker_group(group) if group else []}
+    return values | {"parts": parts, "line": line, "actions": of_broker_group(group) if group else []}
 
 
 async def _doctor(request: PageRequest, query: Query) -> dict[str, Any]:
@@ -356,8 +356,8 @@ async def _messages(request: PageRequest, query: Query) -> dict[str, Any]:
     arguments |= {"deadLettersOf": query["dead"], "since": since, "until": until}
     arguments["limit"] = TAIL if query["live"] else ROWS
     arguments["bodyBytes"] = most = ALONE_CHARS_MAX if query["id"] else CONTENT_CHARS_MAX
-    found = await request.ask("Browse", arguments)
-    return {"found": found, "wrong": wrong, "shown": shown_messages(found, most, is_dead=bool(query["dead"]))}
+    answer = await request.ask("Browse", arguments)
+    return {"found": answer, "wrong": wrong, "shown": shown_messages(answer, most, is_dead=bool(query["dead"]))}
 
 
 async def tail(request: PageRequest, query: Query) -> dict[str, Any]:
@@ -366,18 +366,18 @@ async def tail(request: PageRequest, query: Query) -> dict[str, Any]:
     arguments |= {"limit": TAIL, "bodyBytes": CONTENT_CHARS_MAX}
     if any(query[name] for name in ("id", "tag", "property")):
         arguments["since"] = wall_ms() - TAIL_MS
-    found = await request.ask("Browse", arguments)
-    return {"found": found, "shown": shown_messages(found, CONTENT_CHARS_MAX, is_dead=False)}
+    answer = await request.ask("Browse", arguments)
+    return {"found": answer, "shown": shown_messages(answer, CONTENT_CHARS_MAX, is_dead=False)}
 
 
-def shown_messages(found: Answer, chars_max: int, *, is_dead: bool) -> list[dict[str, Any]]:
+def shown_messages(answer: Answer, chars_max: int, *, is_dead: bool) -> list[dict[str, Any]]:
     """Return messages with `content`, their properties as JSON, and `shown_body`.
 
     All together are bounded: later ones are cut short.
     """
     shown, left = [], PAGE_CHARS_MAX
     dump_bytes = ALONE_DUMP_BYTES if chars_max == ALONE_CHARS_MAX else DUMP_BYTES
-    for message in (found.data or {}).get("messages", ()):
+    for message in (answer.data or {}).get("messages", ()):
         properties = without_fate(message["properties"]) if is_dead else message["properties"]
         body = body_of(message, min(chars_max, max(left, CUT_CHARS)), dump_bytes)
         left -= len(body["text"]) if body else 0

@@ -168,9 +168,9 @@ def refused_token(text: str) -> Body:
     return _json(_envelope(Status.REFUSED, text, None))
 
 
-def render(action: Action, answer: Answer, given: Mapping[str, str]) -> Body:
+def render(action: Action, answer: Answer, arguments: Mapping[str, str]) -> Body:
     """Format an answer in the style of its action."""
-    details = given.get(DETAILS, "").lower() == "true"
+    details = arguments.get(DETAILS, "").lower() == "true"
     if answer.done:
         data = answer.data if details else as_qmq(action, answer.data)
         is_preview = isinstance(answer.data, dict) and "dryRun" in answer.data

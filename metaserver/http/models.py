@@ -193,10 +193,10 @@ BODY_WORDS = {
 }
 
 
-def describe(found: Sequence[Mapping[str, Any]], action: Action | None) -> str:
+def describe(problems: Sequence[Mapping[str, Any]], action: Action | None) -> str:
     """Return one sentence about all problems. `action`: the action with these parameters, if any."""
-    missing = [str(error["loc"][1]) for error in found if error["type"] == "missing" and len(error["loc"]) > 1]
-    others = [error for error in found if error["type"] != "missing" or len(error["loc"]) == 1]
+    missing = [str(error["loc"][1]) for error in problems if error["type"] == "missing" and len(error["loc"]) > 1]
+    others = [error for error in problems if error["type"] != "missing" or len(error["loc"]) == 1]
     texts = [f"{', '.join(missing)}: missing"] if missing else []
     return "; ".join(texts + [_problem_text(problem, action) for problem in others[:PROBLEMS_MAX]])
 
