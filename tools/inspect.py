@@ -33,13 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     logging.disable(logging.CRITICAL)  # The report repeats what recovery logs.
     try:
-        found = inspect(options.directory, verify=options.verify, above=options.above)
+        facts = inspect(options.directory, verify=options.verify, above=options.above)
     except (NoCopy, _InUse, DiskFailed, OSError) as error:
         print(f"qmq inspect: {options.directory}: {error}", file=sys.stderr)
         return Exit.REFUSED
     finally:
         logging.disable(logging.NOTSET)
-    print(json.dumps(found, indent=1) if options.json else plain(_shown(found, options.subjects)))
+    print(json.dumps(facts, indent=1) if options.json else plain(_shown(facts, options.subjects)))
     return Exit.DONE
 
 
@@ -86,8 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _shown(found: Mapping[str, Any], subjects_max: int) -> Iterator[Block]:
-    yield from (f"{name:14}{text}" for name, text in _lines(found))
+def _shown(facts: Mapping[str, Any], subjects_max: int) -> Iterator[Block]:
+    yield from (f"{name:14}{text}" for name, text in _lines(facts))
     yield Table(
         (
             Column("EPOCH", lambda row: f"{row['term']}.{row['boot']}"),
@@ -95,42 +95,42 @@ def _shown(found: Mapping[str, Any], subjects_max: int) -> Iterator[Block]:
             Column("MASTER'S INCARNATION", "incarnation"),
             Column("WHY", "why"),
         ),
-        found["epochs"],
+        facts["epochs"],
         empty="no mastership",
-        title=f"\nmasterships ({len(found['epochs'])} of {found['epochCount']})",
+        title=f"\nmasterships ({len(facts['epochs'])} of {facts['epochCount']})",
     )
-    subjects = [{"subject": name, "last": next_ - 1} for name, next_ in found["subjects"].items()]
+    subjects = [{"subject": name, "last": next_ - 1} for name, next_ in facts["subjects"].items()]
     shown = subjects[: max(subjects_max, 0)]
     title = f"\nsubjects ({len(shown)} of {len(subjects)}), with the sequence of the last message"
     yield Table((Column("SUBJECT", "subject"), Column("LAST", "last")), shown, title=title)
-    if above := found.get("above"):
+    if above := facts.get("above"):
         yield from _above(above)
 
 
-def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    log, owner = found["log"], f"{found['hostname']}:{found['servePort']}" if found["hostname"] else "never had a part"
-    yield "directory", found["directory"]
-    yield "broker", f"{owner}, {found['role'] or 'no role'} of {found['group'] or 'no group'}"
-    yield "incarnation", found["incarnation"] or "-"
-    yield "newest epoch", f"{found['term']}.{found['boot']}"
+def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    log, owner = facts["log"], f"{facts['hostname']}:{facts['servePort']}" if facts["hostname"] else "never had a part"
+    yield "directory", facts["directory"]
+    yield "broker", f"{owner}, {facts['role'] or 'no role'} of {facts['group'] or 'no group'}"
+    yield "incarnation", facts["incarnation"] or "-"
+    yield "newest epoch", f"{facts['term']}.{facts['boot']}"
     yield "log", f"[{log['begin']}, {log['end']}) in {log['segments']} segments, chain {log['chain']}"
     yield "last frame", f"{utc(log['lastFrameMs']) or '-'}, epoch {'.'.join(map(str, log['epoch']))}"
-    yield "acknowledged", _acknowledged(found)
-    listed = found["manifest"]
+    yield "acknowledged", _acknowledged(facts)
+    listed = facts["manifest"]
     agrees = "agrees with the files" if listed["agrees"] else "differs from the files"
     yield "manifest", agrees if listed["listed"] else "there is none"
     if log["tornBytes"]:
         yield "torn tail", f"{log['tornBytes']} bytes behind the end are no frames"
-    for trouble in found["troubles"]:
+    for trouble in facts["troubles"]:
         yield trouble["name"], trouble["found"]
-    if not found["troubles"]:
+    if not facts["troubles"]:
         yield "troubles", "none"
 
 
-def _acknowledged(found: Mapping[str, Any]) -> str:
-    own, high = found["acknowledged"], found["log"]["highWatermark"]
+def _acknowledged(facts: Mapping[str, Any]) -> str:
+    own, high = facts["acknowledged"], facts["log"]["highWatermark"]
     remembered = f"up to {own['end']} in epoch {own['term']}.{own['boot']}" if own else "nothing is remembered"
-    return f"{remembered}; its frames state {high}; it confirmed up to {found['confirmedEnd']}"
+    return f"{remembered}; its frames state {high}; it confirmed up to {facts['confirmedEnd']}"
 
 
 def _above(above: Mapping[str, Any]) -> Iterator[Block]:
