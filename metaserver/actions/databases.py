@@ -145,8 +145,8 @@ SHOWN_MAX = 20
 async def _stuck(context: ActionContext, arguments: Arguments) -> Any:
     """List the stuck rows of each room's watchdog, and the rooms without an active or answering one."""
     rows = [row for row in await watchdog_leases(context) if arguments["room"] in ("", _room(row))]
-    asked = {name: arguments[name] for name in ("database", "older", "limit")}
-    results = await together([_caught(context, row, asked) for row in rows])
+    query = {name: arguments[name] for name in ("database", "older", "limit")}
+    results = await together([_caught(context, row, query) for row in rows])
     databases: list[dict[str, Any]] = []
     unasked = {}
     for row, result in zip(rows, results, strict=True):
@@ -157,9 +157,9 @@ async def _stuck(context: ActionContext, arguments: Arguments) -> Any:
     return {"databases": databases, "unasked": unasked}
 
 
-async def _caught(context: ActionContext, row: LeaseRow, asked: dict[str, str]) -> Any:
+async def _caught(context: ActionContext, row: LeaseRow, query: dict[str, str]) -> Any:
     try:
-        return await context.watchdogs.ask(_address(row), "/outbox/stuck", asked)
+        return await context.watchdogs.ask(_address(row), "/outbox/stuck", query)
     except QmqError as error:
         return error
 
@@ -170,8 +170,8 @@ async def _plan_retry(context: ActionContext, arguments: Arguments) -> Plan:
         return refused("ids belong to one database: name it as ListDbs shows it")
     if bool(ids) != arguments.is_given("ids") or not all(word.isascii() and word.isdecimal() for word in ids):
         return refused("ids are whole numbers with commas between them")
-    asked = {"database": database, "older": PARKED_ALONE, "limit": SHOWN_MAX}
-    found = (await context.watchdogs.ask(await _active(context, arguments), "/outbox/stuck", asked))["databases"]
+    query = {"database": database, "older": PARKED_ALONE, "limit": SHOWN_MAX}
+    found = (await context.watchdogs.ask(await _active(context, arguments), "/outbox/stuck", query))["databases"]
     parked = {answer["database"]: answer["parked"] for answer in found if "parked" in answer}
     problems = {answer["database"]: answer["problem"] for answer in found if "problem" in answer}
     rows = (
@@ -195,9 +195,9 @@ async def _carry_out_retry(context: ActionContext, arguments: Arguments, plan: P
         await context.registry.change((), replace(audit, result="begun"))
     except OutcomeUnknown as error:
         raise NotServed(f"no watchdog was asked, as the database failed: {error}") from error
-    asked = {"database": arguments["database"], "ids": ",".join(arguments.names("ids"))}
+    query = {"database": arguments["database"], "ids": ",".join(arguments.names("ids"))}
     try:
-        found = (await context.watchdogs.ask(address, "/outbox/retry", asked, changes=True))["databases"]
+        found = (await context.watchdogs.ask(address, "/outbox/retry", query, changes=True))["databases"]
     except QmqError as error:
         await _record(context, replace(audit, result="unknown" if isinstance(error, OutcomeUnknown) else "failed"))
         raise
