@@ -48,7 +48,7 @@ FORGET_EVERY_MS = 60_000
 RECORD_AFTER_MS = 86_400_000
 """Age of a group's newest departure at which its connected consumers are written to the log."""
 RECORDED_AT_ONCE = 1_000
-KNOWN_AFTER_MS = 3_600_000
+GONE_AFTER_MS = 3_600_000
 """Age of a mastership at which consumers that did not come back count as gone."""
 
 
@@ -510,7 +510,7 @@ class Delivery:
         mastership is too young for an answer.
         """
         mastership, group = self._mastership, self._mastership.log.state.groups.get(key)
-        is_young = mastership.host.monotonic_ms() - self._began_ms < KNOWN_AFTER_MS
+        is_young = mastership.host.monotonic_ms() - self._began_ms < GONE_AFTER_MS
         if group is None or is_young or _has_consumer(group) or self.consumption.connected_to(*key):
             return 0
         return group.left_ms

@@ -32,7 +32,7 @@ LOOKED_AT_ONCE = 200
 """Groups checked in a tick, well below a millisecond: 100,000 take 50 s."""
 NAMED_MAX = 1_000
 """Groups with causes that are kept for the metric, the log and Doctor."""
-LASTS_MS = 60_000
+LOGGED_AFTER_MS = 60_000
 """A cause that is no alarm is logged after this time: most of them pass."""
 
 
@@ -104,7 +104,7 @@ def _is_not_read(facts: Facts) -> bool:
     )
 
 
-def _has_as_many_as_it_may(facts: Facts) -> bool:
+def _has_unacked_max(facts: Facts) -> bool:
     return any(consumer.has_as_many_as(UNACKED_MESSAGES_MAX) for consumer in facts.group.consumers.values())
 
 
@@ -145,7 +145,7 @@ CAUSES: dict[Cause, Rule] = {
         "no slave is in sync: messages on the master alone wait for one",
     ),
     Cause.UNACKED: Rule(
-        _has_as_many_as_it_may,
+        _has_unacked_max,
         True,
         f"a consumer has {UNACKED_MESSAGES_MAX} unacked messages and gets more when it acks",
     ),
@@ -246,7 +246,7 @@ class Causes:
 
 
 def _logged_after_ms(cause: Cause) -> int:
-    return 0 if CAUSES[cause].is_alarm else LASTS_MS
+    return 0 if CAUSES[cause].is_alarm else LOGGED_AFTER_MS
 
 
 def _log(cause: Cause, keys: list[tuple[str, str]]) -> None:

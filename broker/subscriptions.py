@@ -72,7 +72,7 @@ NAMES_MAX = 100
 PULLS_IN_FLIGHT_MAX = 64
 """Per subscription; more are refused, so one consumer cannot fill the broker's memory."""
 
-LOOKS_WITHIN_MS = 30_000
+CHECKED_WITHIN_MS = 30_000
 """An ended subscription stays in memory no longer than this, however long its pulls would have waited."""
 LOOKS_IN_LEASE = 4
 """Consumers send three heartbeats per lease, so one late heartbeat does not end it."""
@@ -434,7 +434,7 @@ class Subscriptions:
             self._look_at(subscription, waiting.deadline_ms, now_ms)
 
     def _look_at(self, subscription: Subscription, deadline_ms: int, now_ms: int) -> None:
-        subscription.noted_ms = min(deadline_ms, now_ms + LOOKS_WITHIN_MS)
+        subscription.noted_ms = min(deadline_ms, now_ms + CHECKED_WITHIN_MS)
         heappush(self._deadlines, (subscription.noted_ms, subscription.id, subscription))
 
     def _stop_waiting(self, subscription: Subscription) -> None:

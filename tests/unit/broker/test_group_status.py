@@ -211,11 +211,11 @@ def test_lasting_cause_is_logged_once(caplog):
         return [record.getMessage().partition(":")[0] for record in caplog.records]
 
     line = "groups wait cause=no_slave groups=1 first=g of s"
-    assert logged_at(1_000) == logged_at(1_000 + group_status.LASTS_MS - 1) == []
-    assert logged_at(1_000 + group_status.LASTS_MS) == [line]
+    assert logged_at(1_000) == logged_at(1_000 + group_status.LOGGED_AFTER_MS - 1) == []
+    assert logged_at(1_000 + group_status.LOGGED_AFTER_MS) == [line]
     assert logged_at(9_000_000) == logged_at(9_000_001, has_slave=True) == logged_at(9_000_002, has_slave=False) == []
-    assert logged_at(9_000_001 + group_status.LASTS_MS) == [], "it began anew"
-    assert logged_at(9_000_002 + group_status.LASTS_MS) == [line]
+    assert logged_at(9_000_001 + group_status.LOGGED_AFTER_MS) == [], "it began anew"
+    assert logged_at(9_000_002 + group_status.LOGGED_AFTER_MS) == [line]
     assert logged_at(9_500_000, is_slowed=True) == ["group is stopped cause=rate subject=s consumer_group=g"]
     assert not looked._to_log
 
@@ -224,7 +224,7 @@ def test_common_cause_is_one_log_line(caplog):
     caplog.set_level(logging.INFO)
     looked = group_status.Causes(lambda key: facts(has_slave=False))
     groups = [("s", f"g{number}") for number in range(5)]
-    for at_ms in (0, group_status.LASTS_MS):
+    for at_ms in (0, group_status.LOGGED_AFTER_MS):
         looked.look(groups, at_ms)
         looked.look([], at_ms)
     [record] = caplog.records

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from qmq.broker.subscriptions import (
+    CHECKED_WITHIN_MS,
     LOOKING_MS,
-    LOOKS_WITHIN_MS,
     NAMES_MAX,
     PULLS_IN_FLIGHT_MAX,
     Subscription,
@@ -182,7 +182,7 @@ def test_lost_connection_leaves_only_its_lease():
     assert consumers.now.exclusive_waiting == consumers.now.waiting_at(lost.link) == [lost]
     assert consumers.now.groups_waiting_on("s") == [("s", "g")]
     consumers.now.link_lost(lost.link)
-    assert consumers.now.overdue(LOOKS_WITHIN_MS, is_done) == []
+    assert consumers.now.overdue(CHECKED_WITHIN_MS, is_done) == []
     assert consumers.left() == {"_seen": {KEY: 0}}
     assert consumers.now.expired(LEASE_MS + 1) == [] and not consumers.left()
 
@@ -401,7 +401,7 @@ def test_pulls_end_at_their_deadlines():
     assert consumers.now.overdue(200, is_done) == [soon, same] and consumers.now.waiting_in("s", "g") == [subscription]
     assert consumers.now.quiet_ms(200) == 100
     assert consumers.now.overdue(300, is_done) == [late] and consumers.now.waiting_in("s", "g") == []
-    assert consumers.now.overdue(LOOKS_WITHIN_MS, is_done) == [] and consumers.now.quiet_ms(300) == QUIET_MS
+    assert consumers.now.overdue(CHECKED_WITHIN_MS, is_done) == [] and consumers.now.quiet_ms(300) == QUIET_MS
 
 
 def test_deadlines_do_not_pile_up():
@@ -429,9 +429,9 @@ def test_ended_subscription_leaves_the_deadlines():
     subscription = consumers.joined()
     consumers.waits(subscription, 10_000_000, now_ms=50)
     consumers.now.forget(subscription)
-    assert consumers.now.quiet_ms(LOOKS_WITHIN_MS - 450) == 500
-    assert consumers.now.overdue(LOOKS_WITHIN_MS + 50, is_done) == []
-    assert consumers.now.quiet_ms(LOOKS_WITHIN_MS + 50) == QUIET_MS
+    assert consumers.now.quiet_ms(CHECKED_WITHIN_MS - 450) == 500
+    assert consumers.now.overdue(CHECKED_WITHIN_MS + 50, is_done) == []
+    assert consumers.now.quiet_ms(CHECKED_WITHIN_MS + 50) == QUIET_MS
 
 
 def test_served_consumer_goes_behind_its_group():
