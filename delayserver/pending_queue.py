@@ -39,7 +39,7 @@ KEY_SHIFT = 32
 """The upper half of a label is the hash of the order key, 0 without one (qmq.codec)."""
 PIECE_MAX = 5000
 """Messages of one piece: the range that is searched for the next batch."""
-GONE_LEAST = 1000
+REMOVED_MIN = 1000
 """With fewer removed messages, the queue is not cleaned."""
 FREE = -1
 """Home of a message without order key: any group takes it."""
@@ -214,7 +214,7 @@ class PendingQueue:
         messages would be most of it.
         """
         self._gone.update(numbers.tolist())
-        if 2 * len(self._gone) > max(self.count, GONE_LEAST):
+        if 2 * len(self._gone) > max(self.count, REMOVED_MIN):
             self._drop_gone()
 
     def _drop_gone(self) -> None:

@@ -31,7 +31,7 @@ NewSegment = Callable[[int, int], Segment]
 """(begin_ms, end_ms) -> segment"""
 
 
-FEW = 200
+FEW_DUES = 200
 """Up to so many due times are looked up faster without numpy."""
 
 
@@ -103,7 +103,7 @@ class Timeline:
 
     def only(self, dues: Numbers) -> Segment | None:
         """Return the segment of a few due times if they share one, as newly due messages mostly do."""
-        if not 0 < len(dues) <= FEW:
+        if not 0 < len(dues) <= FEW_DUES:
             return None
         few = dues.tolist()
         at = bisect_right(self._begin_list, min(few)) - 1
