@@ -75,7 +75,7 @@ class FrameOrder:
     head: Uncovered | None = None
     """First uncovered frame of this piece, once a later frame has covered it. The period may begin in an earlier piece.
     """
-    still: list[Uncovered] = field(default_factory=list)
+    past_standstills: list[Uncovered] = field(default_factory=list)
     """Further frames at which the watermark stood still for long, before it moved on."""
     _before_ms: int = 0
     _timed: Frame | None = None
@@ -90,7 +90,7 @@ class FrameOrder:
             watermark=max(before.watermark, self.watermark),
             uncovered=self.uncovered_since(before.uncovered),
             head=None,
-            still=[],
+            past_standstills=[],
             _before_ms=self._before_ms or (before._before_ms if self.begins else 0),
         )
 
@@ -102,9 +102,9 @@ class FrameOrder:
             return before if self.watermark < before.first.end else None
         return before.and_then(self.uncovered)
 
-    def stills(self, before: Uncovered | None) -> list[Uncovered]:
+    def standstills(self, before: Uncovered | None) -> list[Uncovered]:
         """Return the frames at which the watermark stood still for long, each in the piece that shows it first."""
-        found = self.still.copy()
+        found = self.past_standstills.copy()
         first = self.head or self.uncovered
         if first is not None:
             first = first if before is None else before.and_then(first)
@@ -162,7 +162,7 @@ class FrameOrder:
         if self.head is None:
             self.head = self.uncovered
         elif self.uncovered is not None and self.uncovered.is_still:
-            self.still.append(self.uncovered)
+            self.past_standstills.append(self.uncovered)
         self.uncovered = None
 
     def forget(self) -> None:
@@ -265,10 +265,10 @@ class PieceBorders:
             if frame.offset != first.offset:
                 yield from (problem for problem in self._frame_order.check(frame) if problem.what is FindingKind.TIME)
         self._frame_order.uncovered = uncovered  # the first frame counts in its own piece
-        for still in frame_order.stills(uncovered):
-            seconds = (still.last_ms - still.first.timestamp_ms) // 1000
-            text = f"{still.frames - 1} messages frames of {seconds} s after it state no watermark behind it"
-            yield problem_of(still.first, FindingKind.WATERMARK, text)
+        for standstill in frame_order.standstills(uncovered):
+            seconds = (standstill.last_ms - standstill.first.timestamp_ms) // 1000
+            text = f"{standstill.frames - 1} messages frames of {seconds} s after it state no watermark behind it"
+            yield problem_of(standstill.first, FindingKind.WATERMARK, text)
         self._end = row["end"]
         self._chain = row["chain"]
         self._frame_order = frame_order.after(self._frame_order)

@@ -294,7 +294,7 @@ def _finding(entry: Entry, row: dict[str, Any]) -> str:
 
 
 _REPAIRED_BY_READING = frozenset({FindingKind.DAMAGED, FindingKind.CHAIN})
-_MOVE_ASIDE = frozenset({FindingKind.REWOUND, FindingKind.REWRITTEN})
+_LEDGER_OUTDATED = frozenset({FindingKind.REWOUND, FindingKind.REWRITTEN})
 _PROMISED = frozenset({FindingKind.LOST, FindingKind.ALTERED})
 _DEAD_LETTERS = frozenset(
     {FindingKind.DEAD_ALTERED, FindingKind.DEAD_UNFOUNDED, FindingKind.DEAD_TWICE, FindingKind.DEAD_MISSING}
@@ -316,7 +316,7 @@ def advice_for(row: dict[str, Any]) -> str:
     what = row["what"]
     if what == FindingKind.REPAIRED:
         return "Done: the broker took the range from the other copy. Check the disk of the repaired one."
-    if what in _MOVE_ASIDE:
+    if what in _LEDGER_OUTDATED:
         return "If an operator restored the log, move the group's file of the ledger aside. Otherwise find the cause."
     if what == FindingKind.UNSENT:
         return "Its delay group has no master, or no broker group accepts its due messages."

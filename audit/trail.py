@@ -35,7 +35,7 @@ _EVENTS = {
     "left": MessageEvent.LEAVE,
     "vanished": MessageEvent.LEAVE,
 }
-_GO_OVER = ("pull", "passed", "deferred", "expired", "overflowed")
+_COVERING = ("pull", "passed", "deferred", "expired", "overflowed")
 _OF_PULLS = ("ack", "dead", "nack", "expired")
 """Events with a pull sequence. A message that expired at a consumer has one; if it expired at the broker, a sequence.
 """
@@ -64,7 +64,7 @@ class Step(NamedTuple):
 
 def deliveries(progress: DataFrame, stored: Iterable[Row]) -> DataFrame:
     """Return the pulls over any of these messages. in, out: the table `progress`."""
-    return progress.where(F.col("event").isin(*_GO_OVER)).where(_any(map(_goes_over, stored)))
+    return progress.where(F.col("event").isin(*_COVERING)).where(_any(map(_covers, stored)))
 
 
 def aftermath(progress: DataFrame, stored: Iterable[Row], pulls: Iterable[Row]) -> DataFrame:
@@ -90,7 +90,7 @@ def _is_same_log(message: Row) -> Column:
     return found
 
 
-def _goes_over(message: Row) -> Column:
+def _covers(message: Row) -> Column:
     sequence = F.lit(message["sequence"])
     end = F.col("sequence") + F.col("messages")
     found: Column = _is_same_log(message) & (F.col("sequence") <= sequence) & (sequence < end)
@@ -113,7 +113,7 @@ def _number(message: Row, pull: Row) -> int:
 def _is_of(event: Row, message: Row) -> bool:
     if (event["broker_group"], event["subject"]) != (message["broker_group"], message["subject"]):
         return False
-    if event["event"] in _GO_OVER and event["sequence"] is not None:
+    if event["event"] in _COVERING and event["sequence"] is not None:
         return bool(event["sequence"] <= message["sequence"] < event["sequence"] + event["messages"])
     return bool(event["offset"] > message["offset"])
 
