@@ -157,7 +157,7 @@ class Tally:
     not_stored: Counter[str] = field(default_factory=Counter)
     consumed: int = 0
     """Deliveries, repeated ones included."""
-    strange: int = 0
+    never_sent: int = 0
     """Deliveries of messages never sent."""
     _group_of: bytearray = field(init=False)
     _deliveries: bytearray = field(init=False)
@@ -183,7 +183,7 @@ class Tally:
         """Count the delivery of a message."""
         number = number_of(identity)
         if number is None or number >= self.total:
-            self.strange += 1
+            self.never_sent += 1
             return
         self.consumed += 1
         if self._deliveries[number]:
@@ -222,8 +222,8 @@ class Tally:
             found.append(f"{self.total - self.stored} of {self.total} messages were not acknowledged ({reasons})")
         if lost:
             found.append(f"{len(lost)} acknowledged messages were never delivered, the first is {message_id(lost[0])}")
-        if self.strange:
-            found.append(f"{self.strange} messages were delivered that were never sent")
+        if self.never_sent:
+            found.append(f"{self.never_sent} messages were delivered that were never sent")
         return found
 
 

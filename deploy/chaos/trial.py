@@ -56,13 +56,13 @@ disk.
 """
 CHOSEN = {"disk_free_limit": 0}
 """Overrides all other settings: a fault fills a small disk to the last byte."""
-WELL_S = 180.0
+RECOVERY_S = 180.0
 """Longest recovery of the cluster from a fault."""
 BETWEEN_S = 1.0
 STRIKES_MIN = 3
 NOTICED_S = 4.0
 """Longer than a master takes to detect a killed slave, also on a busy machine."""
-LOSES = frozenset({"replace broker", "lose the master's disk"})
+LOSING_FAULTS = frozenset({"replace broker", "lose the master's disk"})
 """Faults that make a slave the master without a check that it has every decision of the master."""
 STOP_SLAVE = "stop slave"
 
@@ -101,9 +101,9 @@ class Nemesis:
         for number, name in enumerate(cycle(names)):
             if number >= STRIKES_MIN and is_over():
                 return
-            if name in LOSES:  # the fault's record covers all decisions made without a slave
+            if name in LOSING_FAULTS:  # the fault's record covers all decisions made without a slave
                 time.sleep(NOTICED_S)
-                self.target.cluster.wait_writable(timeout_s=WELL_S)
+                self.target.cluster.wait_writable(timeout_s=RECOVERY_S)
             self.strike(name)
 
     def strike_within(self, seconds: float, rng: random.Random, names: Sequence[str]) -> None:
@@ -134,12 +134,14 @@ class Nemesis:
         cluster, group = target.cluster, group or target.rng.choice(self._groups)
         STRIKES[name].hit(target, group)
         faulted = time.monotonic()
-        cluster.wait(self._all_run, "a broker is down", WELL_S)  # a master reports "writable" until then
-        cluster.wait_writable(timeout_s=WELL_S)
-        cluster.wait(lambda: answers(f"{cluster.metaserver}/meta/address"), "the metaserver does not answer", WELL_S)
+        cluster.wait(self._all_run, "a broker is down", RECOVERY_S)  # a master reports "writable" until then
+        cluster.wait_writable(timeout_s=RECOVERY_S)
+        cluster.wait(
+            lambda: answers(f"{cluster.metaserver}/meta/address"), "the metaserver does not answer", RECOVERY_S
+        )
         now = time.monotonic()
         hit = "" if "metaserver" in name else group
-        target.records.append(Fault(begun, now, name, hit, name in LOSES))
+        target.records.append(Fault(begun, now, name, hit, name in LOSING_FAULTS))
         self._say(f"{name} group={group} fault_s={faulted - begun:.1f} recovery_s={now - faulted:.1f}")
         target.pause(0, BETWEEN_S)
 

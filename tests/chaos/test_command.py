@@ -118,7 +118,7 @@ def test_waiting_producer_is_not_killed_as_failed():
 def test_unrecovered_group_and_unreadable_copy_are_findings(tmp_path, monkeypatch):
     """A slave stays down, and its log has bytes that are no frame; dead letters that wait for it end no run's drain."""
     monkeypatch.setattr(trial, "_unread", lambda cluster, letters: 1.0)
-    monkeypatch.setattr(trial, "WELL_S", 3.0)
+    monkeypatch.setattr(trial, "RECOVERY_S", 3.0)
     monkeypatch.setattr(trial, "EQUAL_S", 3.0)
     monkeypatch.setattr(trial, "DRAIN_S", 3.0)
     monkeypatch.setattr(clients, "SEND_S", 10.0)
