@@ -13,7 +13,7 @@ from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
 from qmq.metaserver.actions.arguments import Arguments
 from qmq.metaserver.actions.context import ActionContext, Handler, OldRoutes, together
 from qmq.metaserver.actions.plan import LISTED_MAX, Plan, refused
-from qmq.metaserver.console.display import Look, per_second
+from qmq.metaserver.console.display import Reading, per_second
 from qmq.metaserver.model import ALL_SUBJECTS, DELAY, AuditRow, Broker, Directory, Group, ReadonlyMark, Route, Routes
 from qmq.metaserver.storage.changes import (
     DecidedOn,
@@ -287,8 +287,8 @@ async def _rates(context: ActionContext, arguments: Arguments) -> Any:
         samples = (await context.brokers.rates(context.master_of(group))).samples
     except QmqError as error:
         return {"brokerGroup": group.name, "rates": [], "unasked": {group.name: str(error)}}
-    looks = [Look(sample.at_ms, {"taken": sample.taken, "delivered": sample.delivered}) for sample in samples]
-    rates = [{"at": rate.at_ms, **rate.values} for rate in per_second(looks)]
+    readings = [Reading(sample.at_ms, {"taken": sample.taken, "delivered": sample.delivered}) for sample in samples]
+    rates = [{"at": rate.at_ms, **rate.values} for rate in per_second(readings)]
     return {"brokerGroup": group.name, "rates": rates, "unasked": {}}
 
 

@@ -168,7 +168,7 @@ SERIES_MAX = 8
 """Number of consumer groups kept per subject."""
 
 
-class Look(NamedTuple):
+class Reading(NamedTuple):
     """Counters at a moment, milliseconds since 1970."""
 
     at_ms: int
@@ -182,39 +182,39 @@ class Rates(NamedTuple):
     values: Mapping[str, float]
 
 
-def per_second(looks: Sequence[Look]) -> list[Rates]:
+def per_second(readings: Sequence[Reading]) -> list[Rates]:
     """Return the rates between readings. A counter that fell was reset, so that step has no rate."""
-    rates, before = [], looks[0] if looks else None
-    for look in looks[1:]:
+    rates, before = [], readings[0] if readings else None
+    for reading in readings[1:]:
         assert before is not None, "there is a first one"
-        gap_ms = look.at_ms - before.at_ms
+        gap_ms = reading.at_ms - before.at_ms
         if gap_ms < GAP_MS_MIN:
             continue
-        steps = {name: count - before.counts[name] for name, count in look.counts.items() if name in before.counts}
-        rates.append(Rates(look.at_ms, {name: step * 1000 / gap_ms for name, step in steps.items() if step >= 0}))
-        before = look
+        steps = {name: count - before.counts[name] for name, count in reading.counts.items() if name in before.counts}
+        rates.append(Rates(reading.at_ms, {name: step * 1000 / gap_ms for name, step in steps.items() if step >= 0}))
+        before = reading
     return rates
 
 
-class Looks:
+class Readings:
     """Readings of subjects that are open in a console: bounded in subjects, series, number and age.
 
     About 200 subjects with 121 readings of 9 numbers. Made by the console.
     """
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, deque[Look]] = OrderedDict()
+        self._kept: OrderedDict[str, deque[Reading]] = OrderedDict()
 
-    def note(self, subject: str, look: Look) -> list[Look]:
+    def note(self, subject: str, reading: Reading) -> list[Reading]:
         """Store a reading; return those of the last ten minutes, the oldest first."""
         kept = self._kept.setdefault(subject, deque(maxlen=KEPT_MAX))
         self._kept.move_to_end(subject)
         while len(self._kept) > SUBJECTS_MAX:
             self._kept.popitem(last=False)
-        while kept and kept[0].at_ms < look.at_ms - KEPT_MS:
+        while kept and kept[0].at_ms < reading.at_ms - KEPT_MS:
             kept.popleft()
-        if not kept or look.at_ms - kept[-1].at_ms >= GAP_MS_MIN:
-            kept.append(look)
+        if not kept or reading.at_ms - kept[-1].at_ms >= GAP_MS_MIN:
+            kept.append(reading)
         return list(kept)
 
 

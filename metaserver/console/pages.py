@@ -15,9 +15,9 @@ from qmq.ledger import LedgerDamaged
 from qmq.metaserver.actions import ACTIONS, Action, Answer, Status
 from qmq.metaserver.console.display import (
     SERIES_MAX,
-    Look,
-    Looks,
     Rates,
+    Reading,
+    Readings,
     bars_of,
     body_of,
     chart_of,
@@ -43,7 +43,7 @@ class PageRequest:
     Args:
         caller: caller that is logged in, or None.
         open_lists: lists that QMQ answers without a token need no login.
-        looks: readings of subjects that are open in a console.
+        readings: readings of subjects that are open in a console.
         nights: the audit's ledger; None if its directory is not set.
         surveyor: survey of the cluster; None in tests of single pages.
     """
@@ -52,7 +52,7 @@ class PageRequest:
         self,
         actions: ActionsPort,
         caller: Caller | None,
-        looks: Looks,
+        readings: Readings,
         *,
         open_lists: bool,
         nights: Nights | None = None,
@@ -61,7 +61,7 @@ class PageRequest:
         self._actions = actions
         self.caller = caller
         self._open_lists = open_lists
-        self.looks = looks
+        self.readings = readings
         self.nights = nights
         self.surveyor = surveyor
 
@@ -112,16 +112,16 @@ async def subject_rates(request: PageRequest, subject: str, group: str) -> dict[
 
 def drawn_of_subject(request: PageRequest, subject: str, group: str, consumers: Answer) -> dict[str, Any]:
     """Return the values of `subject_live.html`, from an answer of Consumers: rates, also of each connection."""
-    looks: list[Look] = []
+    readings: list[Reading] = []
     rows, speed = (consumers.data or {}).get("groups", ()), dict[str, float]()
     each = [(row, consumer) for row in rows for consumer in row["consumers"]]
     producers = [] if group else sorted((consumers.data or {}).get("producers", ()), key=lambda row: -row["messages"])
     if consumers.done and not consumers.data["unasked"]:  # a partial sum would look like a fall
         now = wall_ms()
-        looks = request.looks.note(f"{subject} {group}", Look(now, counts_of(rows)))
+        readings = request.readings.note(f"{subject} {group}", Reading(now, counts_of(rows)))
         given = {_connection(*pair): pair[1]["delivered"] for pair in each[:CONSUMERS_MAX]}
         given |= {_sender(row): row["messages"] for row in producers[:CONSUMERS_MAX]}
-        steps = per_second(request.looks.note(f"{subject} {group} consumers", Look(now, given))) if given else []
+        steps = per_second(request.readings.note(f"{subject} {group} consumers", Reading(now, given))) if given else []
         speed = dict(steps[-1].values) if steps else {}
     elif consumers.done:
         consumers = Answer(Status.WAIT, "not every broker group answers", data=consumers.data)
@@ -129,7 +129,7 @@ def drawn_of_subject(request: PageRequest, subject: str, group: str, consumers: 
     shown = [(row, consumer, speed.get(_connection(row, consumer))) for row, consumer in each[:CONSUMERS_MAX]]
     return {
         "answer": consumers,
-        "chart": chart_of(per_second(looks), wall_ms()),
+        "chart": chart_of(per_second(readings), wall_ms()),
         "empty": empty,
         "each": shown,
         "more_consumers": max(len(each) - CONSUMERS_MAX, 0),

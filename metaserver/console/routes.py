@@ -21,7 +21,7 @@ from starlette.routing import Route
 from qmq.errors import AccessError, NotServed
 from qmq.metaserver.actions import ACTIONS, Status
 from qmq.metaserver.console import display, offers, pages
-from qmq.metaserver.console.display import Looks
+from qmq.metaserver.console.display import Readings
 from qmq.metaserver.console.nights import Nights
 from qmq.metaserver.console.pages import (
     LOG_IN,
@@ -117,7 +117,7 @@ class Console:
         self._templates.filters.update(display.FILTERS)
         static = files("qmq.metaserver.console").joinpath("static")
         self._static = {name: static.joinpath(name).read_bytes() for name in STATIC}
-        self._looks = Looks()
+        self._readings = Readings()
         self._provider = provider
         self._surveyor = surveyor
 
@@ -263,7 +263,7 @@ class Console:
         return PageRequest(
             self._actions,
             visit.caller,
-            self._looks,
+            self._readings,
             open_lists=self._open_lists,
             nights=self._nights,
             surveyor=self._surveyor,
@@ -334,7 +334,7 @@ class Console:
                 visit, "refused.html", 404, title="Refused", why="the console does not offer this change; use the tools"
             )
         page_request, arguments = (
-            PageRequest(self._actions, visit.caller, self._looks, open_lists=False),
+            PageRequest(self._actions, visit.caller, self._readings, open_lists=False),
             pages.arguments_of(action, visit.form),
         )
         if not visit.caller.may(action.role):

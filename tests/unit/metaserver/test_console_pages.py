@@ -337,13 +337,13 @@ async def test_group_page_draws_rates(console):
 async def test_consumers_page_draws_rates(console):
     await console.serving_copies("s", groups=("g1", "g2"))
     looked, began = [], wall_ms() - 60_000
-    note = console.served._looks.note
+    note = console.served._readings.note
 
     def five_seconds_later(subject, look):
         looked.append(look)
         return note(subject, look._replace(at_ms=began + 5_000 * len(looked)))
 
-    console.served._looks.note = five_seconds_later
+    console.served._readings.note = five_seconds_later
     for step in range(3):
         console.brokers.progress = {
             group: [pb.GroupProgress(subject="s", group="billing", next_sequence=100 * step, lag=50 * step)]
@@ -376,8 +376,8 @@ async def test_tail_shows_the_newest_messages_bounded(console):
 async def test_each_connection_has_its_rate(console):
     await console.serving_copies("s")
     begin_ms = wall_ms() - 60_000
-    note, times = console.served._looks.note, iter(range(begin_ms, begin_ms + 10**6, 5_000))
-    console.served._looks.note = lambda key, look: note(key, look._replace(at_ms=next(times)))
+    note, times = console.served._readings.note, iter(range(begin_ms, begin_ms + 10**6, 5_000))
+    console.served._readings.note = lambda key, reading: note(key, reading._replace(at_ms=next(times)))
     for delivered in (100, 150):
         row = pb.GroupProgress(subject="s", group="billing", next_sequence=9)
         row.consumers.append(pb.ConsumerProgress(consumer="c1", connected=True, peer="10.0.0.7:5", delivered=delivered))

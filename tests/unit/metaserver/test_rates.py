@@ -11,9 +11,9 @@ from qmq.metaserver.console.display import (
     KEPT_MS,
     SUBJECTS_MAX,
     WIDTH,
-    Look,
-    Looks,
     Rates,
+    Reading,
+    Readings,
     bars_of,
     chart_of,
     per_second,
@@ -22,32 +22,42 @@ from qmq.metaserver.console.display import (
 
 
 def test_counters_become_rates():
-    looks = [Look(0, {"in": 10, "out": 0}), Look(5_000, {"in": 60, "out": 5}), Look(7_000, {"in": 60, "out": 6})]
-    assert per_second(looks) == [Rates(5_000, {"in": 10.0, "out": 1.0}), Rates(7_000, {"in": 0.0, "out": 0.5})]
-    assert per_second([]) == per_second(looks[:1]) == []
+    readings = [
+        Reading(0, {"in": 10, "out": 0}),
+        Reading(5_000, {"in": 60, "out": 5}),
+        Reading(7_000, {"in": 60, "out": 6}),
+    ]
+    assert per_second(readings) == [Rates(5_000, {"in": 10.0, "out": 1.0}), Rates(7_000, {"in": 0.0, "out": 0.5})]
+    assert per_second([]) == per_second(readings[:1]) == []
 
 
 def test_restarted_counter_has_no_rate():
-    looks = [Look(0, {"in": 1000, "out": 7}), Look(5_000, {"in": 5, "out": 17}), Look(10_000, {"in": 15, "out": 17})]
-    assert per_second(looks) == [Rates(5_000, {"out": 2.0}), Rates(10_000, {"in": 2.0, "out": 0.0})]
-    assert per_second([Look(0, {}), Look(5_000, {"new": 9})]) == [Rates(5_000, {})]
+    readings = [
+        Reading(0, {"in": 1000, "out": 7}),
+        Reading(5_000, {"in": 5, "out": 17}),
+        Reading(10_000, {"in": 15, "out": 17}),
+    ]
+    assert per_second(readings) == [Rates(5_000, {"out": 2.0}), Rates(10_000, {"in": 2.0, "out": 0.0})]
+    assert per_second([Reading(0, {}), Reading(5_000, {"new": 9})]) == [Rates(5_000, {})]
 
 
 def test_nearly_simultaneous_looks_count_once():
-    looks = [Look(0, {"in": 0}), Look(10, {"in": 5}), Look(5_000, {"in": 50})]
-    assert per_second(looks) == [Rates(5_000, {"in": 10.0})]
+    readings = [Reading(0, {"in": 0}), Reading(10, {"in": 5}), Reading(5_000, {"in": 50})]
+    assert per_second(readings) == [Rates(5_000, {"in": 10.0})]
 
 
 def test_looks_are_bounded_by_age_number_and_subjects():
-    looks = Looks()
+    readings = Readings()
     for number in range(KEPT_MAX * 3):
-        kept = looks.note("s", Look(number * 1_000, {}))
+        kept = readings.note("s", Reading(number * 1_000, {}))
     assert len(kept) == KEPT_MAX
-    assert looks.note("s", Look(kept[-1].at_ms + KEPT_MS, {}))[0] == kept[-1]
-    assert len(looks.note("s", Look(kept[-1].at_ms + 2 * KEPT_MS + 1, {}))) == 1
+    assert readings.note("s", Reading(kept[-1].at_ms + KEPT_MS, {}))[0] == kept[-1]
+    assert len(readings.note("s", Reading(kept[-1].at_ms + 2 * KEPT_MS + 1, {}))) == 1
     for number in range(SUBJECTS_MAX):
-        looks.note(f"other {number}", Look(0, {}))
-    assert len(looks.note("s", Look(kept[-1].at_ms + 2 * KEPT_MS + 2_000, {}))) == 1, "the oldest subject is forgotten"
+        readings.note(f"other {number}", Reading(0, {}))
+    assert len(readings.note("s", Reading(kept[-1].at_ms + 2 * KEPT_MS + 2_000, {}))) == 1, (
+        "the oldest subject is forgotten"
+    )
 
 
 @pytest.mark.parametrize("value, edge", [(0, 1), (0.3, 1), (1.1, 2), (3, 5), (7, 10), (10, 10), (11, 20), (4321, 5000)])
