@@ -1,4 +1,4 @@
--- A table qmq_msg_queue with QMQ's columns on SQLite gets what our watchdog needs; QMQ's clients go on using it.
+-- Add the columns and indexes of qmq's watchdog to a table qmq_msg_queue with QMQ's columns on SQLite; QMQ's clients continue to work.
 ALTER TABLE qmq_msg_queue ADD COLUMN reason VARCHAR(500);
 
 ALTER TABLE qmq_msg_queue ADD COLUMN claim VARCHAR(128);
