@@ -50,7 +50,7 @@ class Port:
     number: int
     connections_max: int
     connections: int = 0
-    strangers: dict[Acceptor, None] = field(default_factory=dict)
+    unauthenticated: dict[Acceptor, None] = field(default_factory=dict)
     """Connections without a login, oldest first."""
 
     def entered(self, acceptor: Acceptor) -> Acceptor | None:
@@ -60,9 +60,9 @@ class Port:
         self.connections += 1
         leaves = None
         if self.connections > self.connections_max:
-            leaves = next(iter(self.strangers), acceptor)
-            self.strangers.pop(leaves, None)
-        self.strangers[acceptor] = None
+            leaves = next(iter(self.unauthenticated), acceptor)
+            self.unauthenticated.pop(leaves, None)
+        self.unauthenticated[acceptor] = None
         return leaves
 
 
@@ -143,7 +143,7 @@ class Acceptor:
         elif packet.code == Command.AUTHENTICATE and self._login is None:
             self._authenticate(connection, packet)
         elif not self._is_in:
-            self._turn_away(connection, packet, AccessError("authenticate first: AUTHENTICATE with an API token"))
+            self._reject(connection, packet, AccessError("authenticate first: AUTHENTICATE with an API token"))
         else:
             connection.refuse(packet, InvalidRequest(f"command {packet.code} is not served on this port"))
 
@@ -182,7 +182,7 @@ class Acceptor:
         if type(wall_ms := fields.get("wall_ms")) is int:
             self.clock_ahead_ms = wall_ms - self._service.now_ms()
         if (caller := self._access.own(token)) is not None:
-            self._let_in(connection, packet, token, caller)
+            self._admit(connection, packet, token, caller)
         else:
             self._login = asyncio.ensure_future(self._look_up(connection, packet, token))
 
@@ -190,17 +190,17 @@ class Acceptor:
         try:
             caller = await self._access.check(token)
             if connection.is_open:
-                self._let_in(connection, packet, token, caller)
+                self._admit(connection, packet, token, caller)
         except MissingRight as error:
-            self._turn_away(connection, packet, error)
+            self._reject(connection, packet, error)
         except AccessError as error:
-            self._turn_away(connection, packet, AccessError(f"the token of {self.app!r} is not valid here: {error}"))
+            self._reject(connection, packet, AccessError(f"the token of {self.app!r} is not valid here: {error}"))
         except (NotServed, Overloaded) as error:
-            self._turn_away(connection, packet, error)
+            self._reject(connection, packet, error)
         finally:
             self._login = None
 
-    def _let_in(self, connection: Connection, packet: Packet, token: str, caller: Caller) -> None:
+    def _admit(self, connection: Connection, packet: Packet, token: str, caller: Caller) -> None:
         """Open the connection with this caller's rights; raises MissingRight or Overloaded."""
         group, settings = self._service.node.group, self._settings
         (check_client if self._is_client else check_broker)(caller, group)
@@ -225,10 +225,10 @@ class Acceptor:
         self._is_in = True
         self._token = token
         self._login_timer.cancel()
-        self._port.strangers.pop(self, None)
+        self._port.unauthenticated.pop(self, None)
         if self._is_client:
             self._service.acceptors[self] = None
-            self._tell_clock()
+            self._log_clock()
         self._access.entered(token, self)
         connection.allow_packets(settings.packet_bytes_max if self._is_client else SYNC_PACKET_BYTES_MAX)
         connection.answer(
@@ -250,7 +250,7 @@ class Acceptor:
         """
         return abs(self.clock_ahead_ms or 0) > self._settings.clock_difference_ms_max
 
-    def _tell_clock(self) -> None:
+    def _log_clock(self) -> None:
         if self.is_clock_off and self.clock_ahead_ms is not None:
             how = "ahead of" if self.clock_ahead_ms > 0 else "behind"
             off_s = abs(self.clock_ahead_ms) // 1000
@@ -258,12 +258,12 @@ class Acceptor:
                 "clock of a client app=%s peer=%s: %d s %s this broker's", self.app, self.connection.peer, off_s, how
             )
 
-    def _turn_away(self, connection: Connection, packet: Packet, error: QmqError) -> None:
+    def _reject(self, connection: Connection, packet: Packet, error: QmqError) -> None:
         log.warning("connection refused peer=%s: %s", connection.peer, error)
         connection.refuse(packet, error)
         connection.close(str(error))
 
-    def turn_out(self, reason: str) -> None:
+    def revoke(self, reason: str) -> None:
         """Close the connection: its token is not valid any more."""
         log.warning("connection ended peer=%s: %s", self.connection.peer, reason)
         self.connection.close(reason)
@@ -271,7 +271,7 @@ class Acceptor:
     def connection_lost(self, connection: Connection, reason: str) -> None:
         self._login_timer.cancel()
         self._port.connections -= 1
-        self._port.strangers.pop(self, None)
+        self._port.unauthenticated.pop(self, None)
         self._service.acceptors.pop(self, None)
         self._service.shares.lost(self)
         self._access.left(self._token, self)

@@ -44,7 +44,7 @@ CLUSTER = Caller("cluster", TokenRole.CLUSTER)
 class Guest(Protocol):
     """Connection that a token opened."""
 
-    def turn_out(self, reason: str) -> None:
+    def revoke(self, reason: str) -> None:
         """Close the connection, because its token is not valid any more."""
 
 
@@ -121,10 +121,10 @@ class Access:
             await self.check(token)
         except AccessError as error:
             for guest in list(self._guests.get(token, ())):
-                guest.turn_out(str(error))
+                guest.revoke(str(error))
         except NotServed as error:  # no metaserver answers, and the known answer has expired
             for guest in list(self._guests.get(token, ())):
-                guest.turn_out(f"the token has expired, or {error}")
+                guest.revoke(f"the token has expired, or {error}")
 
     async def _ask_once(self, token: str) -> Known:
         """Check a token at the metaserver, once for all connections that wait for the same token."""

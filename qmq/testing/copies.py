@@ -289,7 +289,7 @@ class Acceptor:
         self._refusals = refusals
         self._commands = commands
         self._guests: set[Connection] = set()
-        self._let_in: set[Connection] = set()
+        self._authenticated: set[Connection] = set()
         self._server: asyncio.Server | None = None
         self.port: int = 0
 
@@ -312,7 +312,7 @@ class Acceptor:
 
     def renew_leases(self) -> None:
         """Renew the lease of every connected consumer."""
-        for guest in self._let_in:
+        for guest in self._authenticated:
             beat = Packet(Command.HEARTBEAT, 0, ONE_WAY, Command.HEARTBEAT, memoryview(b""))
             self._copy.guarded(partial(self._copy.node.packet_received, guest, beat))
 
@@ -326,7 +326,7 @@ class Acceptor:
     def packet_received(self, connection: Connection, packet: Packet) -> None:
         if packet.code == Command.AUTHENTICATE:
             self._authenticate(connection, packet)
-        elif connection not in self._let_in:
+        elif connection not in self._authenticated:
             connection.refuse(packet, AccessError("send AUTHENTICATE with an API token first"))
         elif packet.code not in self._commands:
             connection.refuse(packet, InvalidRequest(f"command {packet.code} is not served on this port"))
@@ -346,7 +346,7 @@ class Acceptor:
         except QmqError as error:
             connection.refuse(packet, error)
             return
-        self._let_in.add(connection)
+        self._authenticated.add(connection)
         connection.answer(
             packet,
             encode_json(
@@ -359,7 +359,7 @@ class Acceptor:
 
     def connection_lost(self, connection: Connection, reason: str) -> None:
         self._guests.discard(connection)
-        self._let_in.discard(connection)
+        self._authenticated.discard(connection)
         self._copy.guarded(partial(self._copy.node.link_lost, connection))
 
     def writable_again(self, connection: Connection) -> None:

@@ -65,8 +65,6 @@ NAMED = {
     "_take_turn": "consumers of a group take turns",
     "_turn": "one iteration of the event loop",
     "_turn_off": "verb",
-    "_turn_away": "verb",
-    "turn_out": "verb",
 }
 """Names that contain a refused word all the same -> reason."""
 

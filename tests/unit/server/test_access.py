@@ -65,7 +65,7 @@ class Guest:
         self.reasons = []
         self.is_out = asyncio.Event()
 
-    def turn_out(self, reason):
+    def revoke(self, reason):
         self.reasons.append(reason)
         self.is_out.set()
 
@@ -305,14 +305,14 @@ async def test_unauthenticated_connection_does_not_reach_the_core(metaserver, ac
         writer.close()
         while port.connections:
             await asyncio.sleep(0)
-    assert not service.has_lost.is_set() and not port.strangers
+    assert not service.has_lost.is_set() and not port.unauthenticated
 
 
 def test_oldest_stranger_of_the_port_makes_room():
     port, other = a_port(2), a_port(2)
     assert [port.entered(name) for name in ("a", "b", "c")] == [None, None, "a"]
-    del port.strangers["b"]  # it logged in
+    del port.unauthenticated["b"]  # it logged in
     assert [port.entered(name) for name in ("d", "e")] == ["c", "d"]
-    del port.strangers["e"]
+    del port.unauthenticated["e"]
     assert port.entered("f") == "f", "without a stranger the new connection leaves"
     assert other.entered("g") is None, "a crowd on one port leaves the other open"
