@@ -239,7 +239,7 @@ class DelayMaster(Master):
                     "clock is wrong group=%s by_ms=%d: messages come due by %s; set it right, and run a time service",
                     self._mastership.group,
                     off_ms,
-                    self._due_clock.heard or "unchanged",
+                    self._due_clock.other_clocks or "unchanged",
                 )
             else:
                 log.warning("clock agrees again group=%s", self._mastership.group)
@@ -370,6 +370,6 @@ class DelayMaster(Master):
             "in_flight_batches": len(dispatching.flights.open),
             "next_due_ms": self.wheel.next_due_ms,
             "clock_off_ms": self.clock_off_ms,
-            "clocks": 1 + len(self._due_clock.heard),
+            "clocks": 1 + len(self._due_clock.other_clocks),
             "filed_end": schedule.filed_end,
         }

@@ -86,7 +86,7 @@ class DueClock:
     """
 
     def __init__(self) -> None:
-        self.heard: tuple[str, ...] = ()
+        self.other_clocks: tuple[str, ...] = ()
         """Other clocks that count now, besides this machine's."""
         self.is_settled = False
         """Whether due time has reached its target, so that only a change of these clocks can move it."""
@@ -113,7 +113,7 @@ class DueClock:
         own = own_ms - monotonic_ms
         others = {name: own - ahead_ms[clock] for name, clock in _others(ahead_ms).items()}
         self._note(others, monotonic_ms)
-        self.heard = tuple(others)
+        self.other_clocks = tuple(others)
         target = self._target([own, *(self._fastest(name) for name in others)])
         if self._offset_ms is None:
             self._offset_ms = own if target is None else target

@@ -464,7 +464,7 @@ class SlaveWatch:
             slave.shipper.ship()
         self._check_lag(now_ms)
 
-    def tell(self, point: Point) -> None:
+    def send_point(self, point: Point) -> None:
         """Send the acknowledged point, if the slave confirmed it; the slave stores it outside its log."""
         slave = self.follower.in_sync
         if slave is not None and point != slave.point_sent and slave.shipper.confirmed_end >= point.end:

@@ -204,8 +204,8 @@ class Slaves:
         until all slaves of the row sent hellos that show the contrary.
         """
         shared = [watch.shared_end for watch in self._watches.values() if watch.shared_end is not None]
-        is_nobodys = len(shared) == self._count and max(shared) <= offset
-        return self._count == 1 or (self._held_end <= offset and (offset >= self._begins_at or is_nobodys))
+        is_only_here = len(shared) == self._count and max(shared) <= offset
+        return self._count == 1 or (self._held_end <= offset and (offset >= self._begins_at or is_only_here))
 
     def is_restoring_from(self, other: SlaveWatch, hello: Hello) -> bool:
         """Return whether a slave besides `other`, the sender of `hello`, restores the master's log and should continue.
@@ -276,7 +276,7 @@ class Slaves:
         if (point := self._mastership.gate.point) is not None:
             self._identity.points.acknowledged(point)
             for watch in self._watches.values():
-                watch.tell(point)
+                watch.send_point(point)
 
     def step_down(self) -> None:
         self.remember_point()
@@ -300,12 +300,12 @@ class Slaves:
             return
         if any(watch.follower.restoring is not None for watch in watches):
             return
-        heard = sum(watch.is_compared for watch in watches)
+        compared = sum(watch.is_compared for watch in watches)
         with_parted = sum(watch.is_compared or watch.has_parted for watch in watches)
-        if heard >= self._count:
-            self._begin("its slave matched" if heard == 1 else "its slaves matched")
-        elif heard >= self._enough and waited_ms >= min(OTHERS_WAIT_MS, self._wait_ms):
-            self._begin(f"{heard} of its {self._count} slaves matched")
+        if compared >= self._count:
+            self._begin("its slave matched" if compared == 1 else "its slaves matched")
+        elif compared >= self._enough and waited_ms >= min(OTHERS_WAIT_MS, self._wait_ms):
+            self._begin(f"{compared} of its {self._count} slaves matched")
         elif waited_ms >= self._wait_ms and (not self._must_match or with_parted >= self._enough):
             self._begin("no slave matched in time")
 

@@ -175,7 +175,7 @@ class RoleChange:
         *,
         hold_ms: int,
         silent_ms: int,
-        heard_ms_ago: int | None,
+        packet_age_ms: int | None,
         promised_term: int = 0,
         master_gone: bool = False,
     ) -> None:
@@ -185,7 +185,7 @@ class RoleChange:
             promised_term: store the promise to follow no master of an older term, and to be none. 0 for two copies,
                 where no third copy can confirm anything to the old master.
             silent_ms: time within which a master that sent something does not count as gone.
-            heard_ms_ago: age of the master's last packet, or None without a link.
+            packet_age_ms: age of the master's last packet, or None without a link.
             master_gone: whether an operator asserts that the master never returns. Then a copy that has not been in
                 sync since its process began may be promoted, too: only the operator can exclude that its disk was
                 restored to an older state.
@@ -197,8 +197,8 @@ class RoleChange:
         slave = node.slave
         if slave is None or node.identity.value.term != term:
             raise OperatorError(f"this broker is not the slave of {node.group} in term {term}")
-        if heard_ms_ago is not None and heard_ms_ago < silent_ms:
-            raise OperatorError(f"the master of {node.group} sent a packet {heard_ms_ago} ms ago")
+        if packet_age_ms is not None and packet_age_ms < silent_ms:
+            raise OperatorError(f"the master of {node.group} sent a packet {packet_age_ms} ms ago")
         was_whole = master_gone and node.identity.value.complete and not node.log.is_tail_cut
         if not (slave.has_matched or was_whole) or node.readonly_reasons:
             raise OperatorError(f"this copy of {node.group} was not in sync since its process began, or is incomplete")

@@ -204,7 +204,7 @@ class Slave:
     def connected(self, link: Link) -> None:
         """Begin the handshake, once no write is under way."""
         self._enter(SlaveEvent.CONNECTED, AwaitingFlush(link))
-        self._say_hello()
+        self._send_hello()
 
     def _enter(self, event: SlaveEvent, now: Facts) -> None:
         self.life.enter(event, now, at_ms=self._host.monotonic_ms())
@@ -212,7 +212,7 @@ class Slave:
     def is_master(self, link: Link) -> bool:
         return link is self.life.link
 
-    def _say_hello(self) -> None:
+    def _send_hello(self) -> None:
         if not isinstance(self.life.now, AwaitingFlush) or not self._log.is_idle:
             return
         self._enter(SlaveEvent.FLUSHED, HelloSent(self.life.now.link))
@@ -389,7 +389,7 @@ class Slave:
         restoring.shipper.confirm(theirs.matched_end, theirs.chain)
         if theirs.matched_end == self._log.end:
             self._enter(SlaveEvent.RESTORED, AwaitingFlush(restoring.link))
-            self._say_hello()
+            self._send_hello()
         else:
             restoring.shipper.ship()
 
@@ -406,7 +406,7 @@ class Slave:
         if self.is_following:
             self._confirm(commit.end, commit.chain)
         else:
-            self._say_hello()
+            self._send_hello()
 
     def _confirm(self, end: int, chain: int) -> None:
         """Confirm to the master that both logs match up to `end`, on this slave's disk."""

@@ -146,7 +146,7 @@ class CopyControl(BrokerServicer, Generic[M]):  # type: ignore[misc]  # generate
             request.term,
             hold_ms=request.hold_ms,
             silent_ms=request.silent_ms,
-            heard_ms_ago=self._service.master_heard_ms_ago(),
+            packet_age_ms=self._service.master_packet_age_ms(),
             promised_term=request.promised_term,
             master_gone=request.master_gone,
         )

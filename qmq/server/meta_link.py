@@ -182,7 +182,7 @@ class MetaLink:
             instance=self._service.node.identity.instance,
         )
         self._last = None
-        self._heard(await self._register(stub, identity))
+        self._assignment_received(await self._register(stub, identity))
         self.stub, loop = stub, asyncio.get_running_loop()
         self._patience.begin()
         try:
@@ -191,7 +191,7 @@ class MetaLink:
                 async for assignment in stub.Heartbeat(beats, metadata=token_metadata(self._token)):
                     self._patience.answered(loop.time())
                     self.served(loop.time())
-                    self._heard(assignment)
+                    self._assignment_received(assignment)
         except TimeoutError:
             self._patience.leave()
             raise NotServed("the metaserver does not answer heartbeats") from None
@@ -234,7 +234,7 @@ class MetaLink:
         if left_s == 0.0:
             silence.reschedule(loop.time())
 
-    def _heard(self, message: pb.Assignment) -> None:
+    def _assignment_received(self, message: pb.Assignment) -> None:
         if message.clock_ms:
             self._service.node.record_metaserver_clock(message.clock_ms)
             message.clock_ms = 0

@@ -37,7 +37,7 @@ class Pulse:
         self._now_ms = now_ms
         self._loop = asyncio.get_running_loop()
         self._beats_too = False
-        self._heard_bytes, self._silent_s, self._looked_s = 0, 0.0, self._loop.time()
+        self._known_bytes, self._silent_s, self._looked_s = 0, 0.0, self._loop.time()
         self._beat()
 
     def received(self, packet: Packet) -> bool:
@@ -67,11 +67,11 @@ class Pulse:
         self._loop.call_later(until_next_second(self._loop.time(), BEAT_S), self._beat)
 
     def _is_silent(self) -> bool:
-        now_s, heard_bytes = self._loop.time(), self._connection.received_bytes
+        now_s, received_bytes = self._loop.time(), self._connection.received_bytes
         # After a stall of this loop unread bytes may wait, so the stall does not count as silence of the other end.
         self._silent_s += min(now_s - self._looked_s, 2 * BEAT_S)
-        if heard_bytes != self._heard_bytes or not self._beats_too:
+        if received_bytes != self._known_bytes or not self._beats_too:
             self._silent_s = 0.0
-        self._heard_bytes = heard_bytes
+        self._known_bytes = received_bytes
         self._looked_s = now_s
         return self._silent_s >= SILENT_S - BEAT_S / 10  # timers are not exact: five beats may be a little less

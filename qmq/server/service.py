@@ -142,7 +142,7 @@ class Service(Generic[M]):
         self._disk_thread = ThreadPoolExecutor(1, "disk")
         self._read_threads = ThreadPoolExecutor(4, "read")
         self._master_link: Connection | None = None
-        self._master_heard_at = 0.0
+        self._master_packet_s = 0.0
         self._last_reported: object = None
         self._logged: set[str] = set()
         self._dozing: list[asyncio.Future[bool]] = []
@@ -314,20 +314,20 @@ class Service(Generic[M]):
         if link is not None:
             link.ask(lambda answer: self.guarded(lambda: self.node.agreed(link, answer)), Command.HELLO, body)
 
-    def heard_master(self) -> None:
-        self._master_heard_at = self._loop.time()
+    def record_master_packet(self) -> None:
+        self._master_packet_s = self._loop.time()
 
     @property
     def has_lost_master(self) -> bool:
         """Whether this is a slave that was in sync and receives nothing from its master."""
-        heard_ms_ago = self.master_heard_ms_ago()
+        packet_age_ms = self.master_packet_age_ms()
         slave = self.node.slave
-        return slave is not None and slave.has_matched and (heard_ms_ago is None or heard_ms_ago >= LOST_MS)
+        return slave is not None and slave.has_matched and (packet_age_ms is None or packet_age_ms >= LOST_MS)
 
-    def master_heard_ms_ago(self) -> int | None:
+    def master_packet_age_ms(self) -> int | None:
         """Age of the master's last packet in ms, or None without a link."""
         link = self._master_link
-        return int((self._loop.time() - self._master_heard_at) * 1000) if link is not None and link.is_open else None
+        return int((self._loop.time() - self._master_packet_s) * 1000) if link is not None and link.is_open else None
 
     def role_changed(self) -> None:
         self._role_changed.set()
@@ -433,7 +433,7 @@ class Service(Generic[M]):
                     timeout_s=3.0,
                 )
                 acceptor.pulse_of(self._master_link)
-                self.heard_master()
+                self.record_master_packet()
                 if self.node.slave is not None and not self.node.changes.is_held:
                     self.guarded(partial(self.node.slave.connected, self._master_link))
                     await self._until_lost_or_changed(acceptor)
@@ -539,7 +539,7 @@ class _MasterLink:
         return self._pulse
 
     def packet_received(self, connection: Connection, packet: Packet) -> None:
-        self._service.heard_master()
+        self._service.record_master_packet()
         if not self.pulse_of(connection).received(packet):
             self._service.guarded(lambda: self._service.node.packet_received(connection, packet))
 

@@ -151,13 +151,13 @@ class Hatch:
             self.refuse(request, from_code(code, str(b"".join(parts), "utf-8")))
         else:
             produced = commands.decode_produced(memoryview(b"".join(parts)))
-            self._tell(request, Stored(produced.first_sequence, produced.stored, produced.refused))
+            self._report(request, Stored(produced.first_sequence, produced.stored, produced.refused))
 
     def refuse(self, request: Packet, error: QmqError) -> None:
         is_sure = isinstance(error, AskAnotherBroker | CallError | AccessError)
-        self._tell(request, NotStored(error) if is_sure else Unknown(str(error)))
+        self._report(request, NotStored(error) if is_sure else Unknown(str(error)))
 
-    def _tell(self, request: Packet, answer: Answer) -> None:
+    def _report(self, request: Packet, answer: Answer) -> None:
         self._brokers.copies[0].soon(partial(self._asked.pop(request.opaque), answer))
 
     def push(self, command: Command, *parts: Buffer) -> None:

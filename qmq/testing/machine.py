@@ -81,7 +81,7 @@ class Machine:
         while not self._copies.is_ready:
             await asyncio.sleep(0)
             self.check()
-        self._tell_routes()
+        self._publish_routes()
         await self.metaserver.open()
 
     async def close(self) -> None:
@@ -177,7 +177,7 @@ class Machine:
     def mark(self, *, readonly: str | None) -> None:
         self._readonly = frozenset() if readonly is None else self._readonly | {readonly}
         self._copies.mark_readonly(self._readonly)
-        self._tell_routes()
+        self._publish_routes()
 
     async def drop(self) -> None:
         for acceptor in self._all_acceptors():
@@ -185,9 +185,9 @@ class Machine:
 
     def swap(self) -> None:
         self._copies.swap()
-        self._tell_routes()
+        self._publish_routes()
 
-    def _tell_routes(self) -> None:
+    def _publish_routes(self) -> None:
         port = self._acceptors[self._copies.copies[0]].port
         self.metaserver.publish(port=port, term=self._copies.term, readonly=self._readonly)
 

@@ -218,7 +218,7 @@ class Player(Story):
 
     def _do_hold(self, name: str, *, term: int, ms: int) -> None:
         node = self._brokers[name].node
-        node.changes.prepare_failover(term, hold_ms=ms, silent_ms=1500, heard_ms_ago=None)
+        node.changes.prepare_failover(term, hold_ms=ms, silent_ms=1500, packet_age_ms=None)
 
     def _do_crash(self, name: str) -> None:
         for wire in self._wires.values():

@@ -141,7 +141,7 @@ class ManyCopies(Metaserver):
             try:
                 process.guarded(
                     lambda: node.changes.prepare_failover(
-                        group.term, hold_ms=hold_ms, silent_ms=1500, heard_ms_ago=None, promised_term=term
+                        group.term, hold_ms=hold_ms, silent_ms=1500, packet_age_ms=None, promised_term=term
                     )
                 )
             except OperatorError:

@@ -383,7 +383,7 @@ class Metaserver:
         try:
             slave.guarded(
                 lambda: slave.node.changes.prepare_failover(
-                    group.term, hold_ms=hold_ms, silent_ms=1500, heard_ms_ago=None
+                    group.term, hold_ms=hold_ms, silent_ms=1500, packet_age_ms=None
                 )
             )
         except OperatorError:

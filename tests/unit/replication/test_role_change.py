@@ -17,7 +17,9 @@ HOLD_MS = 1_000
 
 
 def hold(broker: Broker, term: int = 1, **words) -> None:
-    broker.node.changes.prepare_failover(term, **({"hold_ms": HOLD_MS, "silent_ms": 500, "heard_ms_ago": None} | words))
+    broker.node.changes.prepare_failover(
+        term, **({"hold_ms": HOLD_MS, "silent_ms": 500, "packet_age_ms": None} | words)
+    )
 
 
 def test_slave_reconnects_after_its_hold(monkeypatch):
@@ -30,14 +32,14 @@ def test_slave_reconnects_after_its_hold(monkeypatch):
     assert calls == [False]
 
 
-@pytest.mark.parametrize("heard_ms_ago, is_gone", [(0, False), (499, False), (500, True), (None, True)])
-def test_hold_is_refused_while_the_master_is_heard(heard_ms_ago, is_gone):
+@pytest.mark.parametrize("packet_age_ms, is_gone", [(0, False), (499, False), (500, True), (None, True)])
+def test_hold_is_refused_while_the_master_sends(packet_age_ms, is_gone):
     group = group_at_rest()
     if is_gone:
-        hold(group.b, heard_ms_ago=heard_ms_ago)
+        hold(group.b, packet_age_ms=packet_age_ms)
     else:
-        with pytest.raises(OperatorError, match=f"sent a packet {heard_ms_ago} ms ago"):
-            hold(group.b, heard_ms_ago=heard_ms_ago)
+        with pytest.raises(OperatorError, match=f"sent a packet {packet_age_ms} ms ago"):
+            hold(group.b, packet_age_ms=packet_age_ms)
     assert group.b.node.changes.is_held is is_gone and group.at_slave.is_open is not is_gone
 
 
@@ -134,7 +136,7 @@ def test_slave_ignores_cancel_and_refuses_promise():
 
 
 def promised(copies: Copies, broker: Broker, term: int = 2) -> None:
-    broker.node.changes.prepare_failover(1, hold_ms=1_000, silent_ms=0, heard_ms_ago=None, promised_term=term)
+    broker.node.changes.prepare_failover(1, hold_ms=1_000, silent_ms=0, packet_age_ms=None, promised_term=term)
 
 
 def test_promise_survives_a_restart():
@@ -172,13 +174,13 @@ def test_restarted_copy_promises_only_without_its_master():
     with pytest.raises(OperatorError, match="was not in sync since its process began"):
         promised(copies, copies.c)
     copies.c.node.changes.prepare_failover(
-        1, hold_ms=1_000, silent_ms=0, heard_ms_ago=None, promised_term=2, master_gone=True
+        1, hold_ms=1_000, silent_ms=0, packet_age_ms=None, promised_term=2, master_gone=True
     )
     assert copies.c.node.identity.value.promised == 2
     copies.b.node.identity.next_boot(1, above=0)
     with pytest.raises(OperatorError, match="is incomplete"):
         copies.b.node.changes.prepare_failover(
-            1, hold_ms=1, silent_ms=0, heard_ms_ago=None, promised_term=2, master_gone=True
+            1, hold_ms=1, silent_ms=0, packet_age_ms=None, promised_term=2, master_gone=True
         )
 
 
@@ -249,7 +251,7 @@ def test_failover_of_another_term_is_refused():
     group = group_at_rest()
     for broker, term in ((group.b, 2), (group.b, 0), (group.a, 1)):
         with pytest.raises(OperatorError, match=f"not the slave of g1 in term {term}"):
-            broker.node.changes.prepare_failover(term, hold_ms=1_000, silent_ms=0, heard_ms_ago=None)
+            broker.node.changes.prepare_failover(term, hold_ms=1_000, silent_ms=0, packet_age_ms=None)
     assert not group.b.node.changes.is_held
 
 

@@ -41,7 +41,7 @@ class World:
     def _stir(self):
         self.stirs += 1
 
-    def master_heard_ms_ago(self):
+    def master_packet_age_ms(self):
         return None
 
     def carry_out(self, monkeypatch, name, order):

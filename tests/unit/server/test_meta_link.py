@@ -292,6 +292,6 @@ def test_clock_answer_changes_no_part(monkeypatch):
     monkeypatch.setattr(link, "_assign", lambda message: parts.append(message.term))
     older = pb.Assignment(term=5, clock_ms=3)
     for message in (pb.Assignment(term=5, clock_ms=1), pb.Assignment(clock_ms=2), older, pb.Assignment(term=6)):
-        link._heard(message)
+        link._assignment_received(message)
     assert clocks == [1, 2, 3]
     assert parts == [5, 6], "also if an older metaserver repeats the whole assignment"
