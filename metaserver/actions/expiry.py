@@ -22,7 +22,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from qmq.errors import QmqError
 from qmq.metaserver.actions.context import ActionContext, together, wall_ms
 from qmq.metaserver.actions.runner import Actions
-from qmq.metaserver.cluster.group_starts import STALE_MS, Asked
+from qmq.metaserver.cluster.group_starts import STALE_MS, NewGroup
 from qmq.proto import qmq_pb2 as pb
 from qmq.rights import Caller, TokenRole
 from qmq.subjects import real_subject
@@ -75,9 +75,9 @@ class GroupExpiry:
         context, after = self._context, self._broadcasts_after
         rows = await context.database.read(lambda repository: repository.broadcasts(now_ms - STALE_MS, after, ROWS_MAX))
         if rows:
-            asked = [Asked(*row.key, latest=False, since_ms=0, broadcast=True) for row in rows]
+            groups = [NewGroup(*row.key, latest=False, since_ms=0, broadcast=True) for row in rows]
             mark, masters = secrets.token_hex(8), map(context.master_of, context.groups_with_master())
-            answers = await together([context.brokers.mark_groups(master, mark, asked) for master in masters])
+            answers = await together([context.brokers.mark_groups(master, mark, groups) for master in masters])
             forgotten = [row for row, *known in zip(rows, *answers, strict=False) if not any(known)]
             await context.database.write(lambda repository: repository.store_consumer_groups([], forgotten))
             if forgotten:
@@ -141,10 +141,10 @@ class GroupExpiry:
 
     async def _ask(self, *, subject: str = "", group: str = "", unused_before_ms: int = 0) -> list[pb.GroupProgress]:
         context = self._context
-        asked = [
+        questions = [
             context.brokers.consumers(
                 context.master_of(broker_group), subject=subject, group=group, unused_before_ms=unused_before_ms
             )
             for broker_group in context.groups_with_master()
         ]
-        return [row for answer in await together(asked) for row in answer.groups]
+        return [row for answer in await together(questions) for row in answer.groups]

@@ -25,7 +25,7 @@ EXPECTED_MAX = 10_000
 """Consumer groups in one request to a broker."""
 
 
-class Asked(NamedTuple):
+class NewGroup(NamedTuple):
     """Consumer group without a position on the broker group that asks."""
 
     subject: str
@@ -56,7 +56,7 @@ def begin_at(row: ConsumerGroupRow, broker_group: str) -> Begin:
     return Begin(row.since_ms, row.mark, began_ms) if broker_group in row.members else Begin(0, "", began_ms)
 
 
-def new_row(asked: Asked, members: Iterable[str], *, is_known: bool, mark: str, now_ms: int) -> ConsumerGroupRow:
+def new_row(group: NewGroup, members: Iterable[str], *, is_known: bool, mark: str, now_ms: int) -> ConsumerGroupRow:
     """Make the row of a group that has none.
 
     Args:
@@ -64,19 +64,21 @@ def new_row(asked: Asked, members: Iterable[str], *, is_known: bool, mark: str, 
         mark: name under which members noted the ends of their subjects, after `now_ms`.
     """
     if is_known:
-        return ConsumerGroupRow(*asked.key, 0, "", (), now_ms, asked.broadcast)
-    since_ms = max(now_ms - CLOCKS_MS, 1) if asked.latest else asked.since_ms
-    noted = mark if asked.latest else ""
-    return ConsumerGroupRow(*asked.key, since_ms, noted, tuple(sorted(members)), now_ms, asked.broadcast)
+        return ConsumerGroupRow(*group.key, 0, "", (), now_ms, group.broadcast)
+    since_ms = max(now_ms - CLOCKS_MS, 1) if group.latest else group.since_ms
+    noted = mark if group.latest else ""
+    return ConsumerGroupRow(*group.key, since_ms, noted, tuple(sorted(members)), now_ms, group.broadcast)
 
 
-def to_store(asked: Iterable[Asked], rows: Mapping[tuple[str, str], ConsumerGroupRow], *, now_ms: int) -> list[Asked]:
+def to_store(
+    groups: Iterable[NewGroup], rows: Mapping[tuple[str, str], ConsumerGroupRow], *, now_ms: int
+) -> list[NewGroup]:
     """Return the groups without a row, and the broadcast consumers that every broker group may have forgotten."""
 
-    def is_stale(group: Asked) -> bool:
+    def is_stale(group: NewGroup) -> bool:
         return group.broadcast and now_ms - rows[group.key].created_ms > STALE_MS
 
-    return list({group.key: group for group in asked if group.key not in rows or is_stale(group)}.values())
+    return list({group.key: group for group in groups if group.key not in rows or is_stale(group)}.values())
 
 
 def expected_at(

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from qmq.access import Token, token_metadata, token_text
 from qmq.control_plane import CHANNEL_OPTIONS
 from qmq.errors import AccessError, CallError, InvalidRequest, NotServed, OperatorError, QmqError
-from qmq.metaserver.cluster.group_starts import Asked
+from qmq.metaserver.cluster.group_starts import NewGroup
 from qmq.metaserver.model import Broker, ReplicaState
 from qmq.metaserver.rpc.convert import state_from_message
 from qmq.proto import qmq_pb2 as pb
@@ -115,7 +115,7 @@ class Brokers:
         )
         return await self._call(broker, "Consumers", request, pb.ConsumersAnswer)
 
-    async def mark_groups(self, broker: Broker, mark: str, groups: Sequence[Asked]) -> list[bool]:
+    async def mark_groups(self, broker: Broker, mark: str, groups: Sequence[NewGroup]) -> list[bool]:
         """Make a master note the ends of new consumer groups' subjects; return which groups have a position there."""
         request = pb.MarkGroupsRequest(mark=mark, groups=[pb.NewGroup(**group._asdict()) for group in groups])
         return list((await self._call(broker, "MarkGroups", request, pb.MarkGroupsAnswer)).known)

@@ -24,7 +24,7 @@ from qmq.errors import (
 )
 from qmq.metaserver.access import Access
 from qmq.metaserver.actions.context import Vault
-from qmq.metaserver.cluster.group_starts import Asked, Begin, begin_at, new_row, to_store
+from qmq.metaserver.cluster.group_starts import Begin, NewGroup, begin_at, new_row, to_store
 from qmq.metaserver.cluster.registration import Ask
 from qmq.metaserver.cluster.registry import Registry
 from qmq.metaserver.model import WATCHDOGS, Broker, ConsumerGroupRow, DataSource, LeaseRow
@@ -51,7 +51,7 @@ class Marks(Protocol):
     Raises QmqError.
     """
 
-    async def mark_groups(self, broker: Broker, mark: str, groups: Sequence[Asked]) -> list[bool]: ...
+    async def mark_groups(self, broker: Broker, mark: str, groups: Sequence[NewGroup]) -> list[bool]: ...
 
 
 class ConsumerGroups:
@@ -62,17 +62,17 @@ class ConsumerGroups:
         self._database = database
         self._brokers = brokers
 
-    async def begin(self, broker_group: str, asked: Sequence[Asked]) -> list[Begin]:
+    async def begin(self, broker_group: str, groups: Sequence[NewGroup]) -> list[Begin]:
         """Return the begin of each group on a broker group; store groups that are new in the cluster.
 
         Raises:
             NotServed, CommitUnknown: the database cannot be read or written now. Repeat.
         """
-        keys = [group.key for group in asked]
+        keys = [group.key for group in groups]
         checked: set[Key] = set()
         for _ in range(TRIES):
             rows = await self._database.read(lambda repository: repository.consumer_groups(keys))
-            missing = [group for group in to_store(asked, rows, now_ms=wall_ms()) if group.key not in checked]
+            missing = [group for group in to_store(groups, rows, now_ms=wall_ms()) if group.key not in checked]
             if not missing:
                 return [begin_at(rows[key], broker_group) for key in keys]
             new = await self._new_rows(broker_group, missing, rows)
@@ -84,7 +84,7 @@ class ConsumerGroups:
         raise NotServed("other metaservers store the same consumer groups at this moment; repeat")
 
     async def _new_rows(
-        self, broker_group: str, missing: Sequence[Asked], rows: Mapping[Key, ConsumerGroupRow]
+        self, broker_group: str, missing: Sequence[NewGroup], rows: Mapping[Key, ConsumerGroupRow]
     ) -> list[ConsumerGroupRow]:
         """Return rows for the missing groups. First the masters of the subjects' routes note the mark, so it is older
         than the rows.
@@ -107,7 +107,7 @@ class ConsumerGroups:
         route = self._registry.find(real_subject(subject))
         return frozenset((*(route.groups if route else ()), broker_group))
 
-    async def _ask(self, name: str, mark: str, groups: Sequence[Asked]) -> set[Key] | None:
+    async def _ask(self, name: str, mark: str, groups: Sequence[NewGroup]) -> set[Key] | None:
         """Return the groups with a position at a broker group; None: it does not answer, and the groups begin there by
         time.
         """
@@ -118,13 +118,13 @@ class ConsumerGroups:
             known = await self._brokers.mark_groups(group.master, mark, groups)
         except QmqError:
             return None
-        return {asked.key for asked, is_known in zip(groups, known, strict=False) if is_known}
+        return {new_group.key for new_group, is_known in zip(groups, known, strict=False) if is_known}
 
 
-def _asked(group: pb.NewGroup) -> Asked:
+def _new_group(group: pb.NewGroup) -> NewGroup:
     check_subject(group.subject)
     check_name("consumer group", group.group)
-    return Asked(group.subject, group.group, group.latest, max(group.since_ms, 0), group.broadcast)
+    return NewGroup(group.subject, group.group, group.latest, max(group.since_ms, 0), group.broadcast)
 
 
 SERVICE = "qmq.Metaserver"
@@ -224,8 +224,8 @@ class MetaserverRpc(BrokerRpc, MetaserverServicer):  # type: ignore[misc]
     async def BeginGroups(self, request: pb.BeginGroupsRequest, context: Any) -> pb.BeginGroupsAnswer:
         try:
             caller().require_group(request.broker_group)
-            asked = [_asked(group) for group in request.groups]
-            begins = await self._consumer_groups.begin(request.broker_group, asked)
+            groups = [_new_group(group) for group in request.groups]
+            begins = await self._consumer_groups.begin(request.broker_group, groups)
         except QmqError as error:
             await context.abort(status_of(error), str(error))
             raise  # abort has raised already

@@ -7,14 +7,14 @@ import asyncio
 import pytest
 
 from qmq.errors import NotServed
-from qmq.metaserver.cluster.group_starts import CLOCKS_MS, STALE_MS, Asked, Begin
+from qmq.metaserver.cluster.group_starts import CLOCKS_MS, STALE_MS, Begin, NewGroup
 from qmq.metaserver.rpc import servicer
 from qmq.metaserver.rpc.servicer import ConsumerGroups
 from qmq.metaserver.storage.changes import RestoreAll
 from qmq.metaserver.storage.database import DatabaseAway
 
 NOW_MS = 1_800_000_000_000
-BILLING = Asked("s1", "billing", latest=True, since_ms=0, broadcast=False)
+BILLING = NewGroup("s1", "billing", latest=True, since_ms=0, broadcast=False)
 FIRST = Begin(0, "", NOW_MS)
 
 
@@ -66,9 +66,9 @@ async def test_new_group_begins_at_marks_or_first_message(world):
 
 async def test_start_is_resolved_once(world):
     groups, _ = await made(world)
-    dated = Asked("s1", "dated", latest=False, since_ms=NOW_MS - 5, broadcast=False)
+    dated = NewGroup("s1", "dated", latest=False, since_ms=NOW_MS - 5, broadcast=False)
     assert await begin(groups, "g1", dated) == Begin(NOW_MS - 5, "", NOW_MS)
-    early = Asked("s1", "early", latest=False, since_ms=0, broadcast=False)
+    early = NewGroup("s1", "early", latest=False, since_ms=0, broadcast=False)
     assert await begin(groups, "g1", early) == FIRST
     assert await begin(groups, "g2", early._replace(latest=True)) == FIRST
 
