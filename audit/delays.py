@@ -93,6 +93,8 @@ class DelayJudge:
 class BatchJudge:
     """Judge of batches without a plan: each lane numbers its batches from 1 on, without holes. Takes lists of facts.
 
+    A plan precedes the outcome of its batch. Under a number that was settled before, it is the plan of other messages.
+
     Args:
         is_whole: whether the log is judged from its begin; else a lane's first known batch may be any.
     """
@@ -119,11 +121,19 @@ class BatchJudge:
                     shown = settled.get(last + 1, (planned | settled)[batch])
                     yield _finding(shown, FindingKind.UNPLANNED, text, seen=shown["offset"])
                 last = max(last, batch)
+            for batch in sorted(planned.keys() & settled.keys()):
+                plan, outcome = planned[batch], settled[batch]
+                if outcome["offset"] < plan["offset"]:
+                    text = f"batch {batch} of lane {lane} was settled before its plan, which is at {plan['offset']}"
+                    yield _finding(outcome, FindingKind.UNPLANNED, text, seen=outcome["offset"])
 
 
 def spread_batches(facts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the facts of a piece for `BatchJudge`: one per batch and outcome."""
-    batches = {(fact["text"], fact["chain"], fact["total"]): fact for fact in facts if fact["text"] != "gone"}
+    """Return the facts of a piece for `BatchJudge`: the first plan of each batch, and the first of each outcome."""
+    batches: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for fact in facts:
+        if fact["text"] != "gone":
+            batches.setdefault((fact["text"], fact["chain"], fact["total"]), fact)
     return list(batches.values())
 
 

@@ -43,8 +43,8 @@ def dispatched(log: LogWriter, places: list[tuple[int, int]], batch: int = 1) ->
     log.frame(FrameKind.DISPATCH, A, body, count=len(places), numbers=(LANE, batch))
 
 
-def settle(log: LogWriter, batch: int) -> None:
-    log.frame(FrameKind.SETTLED, "", encode_settled([(LANE, batch, Outcome.STORED)]), count=1)
+def settle(log: LogWriter, batch: int, outcome: Outcome = Outcome.STORED) -> None:
+    log.frame(FrameKind.SETTLED, "", encode_settled([(LANE, batch, outcome)]), count=1)
 
 
 def dispatch_again(log: LogWriter, places: list[tuple[int, int]]) -> None:
@@ -63,6 +63,27 @@ def plan_later(log: LogWriter, places: list[tuple[int, int]]) -> None:
     settle(log, 3)
 
 
+def plan_after_outcome(log: LogWriter, places: list[tuple[int, int]], outcome: Outcome) -> None:
+    """The plan of the settled batch 2 is in neither copy; other messages are planned under its number."""
+    settle(log, 2, outcome)
+    dispatched(log, places[5:], 2)
+
+
+def stored_before_plan(log: LogWriter, places: list[tuple[int, int]]) -> None:
+    plan_after_outcome(log, places, Outcome.STORED)
+
+
+def refused_before_plan(log: LogWriter, places: list[tuple[int, int]]) -> None:
+    plan_after_outcome(log, places, Outcome.NOT_STORED)
+
+
+def plan_twice(log: LogWriter, places: list[tuple[int, int]]) -> None:
+    """The outcome of batch 2 is that of its first plan."""
+    dispatched(log, places[5:], 2)
+    settle(log, 2)
+    dispatched(log, places[5:], 2)
+
+
 @pytest.mark.parametrize(
     "plant, found",
     [
@@ -73,6 +94,9 @@ def plan_later(log: LogWriter, places: list[tuple[int, int]]) -> None:
         pytest.param(lambda log, places: dispatched(log, places[2:3], 2), {"twice": 1}, id="planned after stored"),
         pytest.param(lambda log, places: settle(log, 2), {"unplanned": 1}, id="settled and not planned"),
         pytest.param(lambda log, places: plan_later(log, places[5:]), {"unplanned": 1}, id="a hole between plans"),
+        pytest.param(plan_twice, {"twice": 1}, id="planned twice under one number"),
+        pytest.param(stored_before_plan, {"unplanned": 1, "twice": 1}, id="stored before its plan"),
+        pytest.param(refused_before_plan, {"unplanned": 1}, id="refused before its plan"),
     ],
 )
 def test_promises_of_a_delay_server_are_judged(tmp_path: Path, plant: Any, found: dict[str, int]) -> None:
