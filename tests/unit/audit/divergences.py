@@ -465,16 +465,27 @@ RIGHT_BUT_OTHER: dict[str, Plant] = {
 # Wrong on both copies of a delay group, whose message numbers are offsets: no frame may move.
 
 
+def _outcomes(frames: list[Draft]) -> dict[tuple[int, int], tuple[Draft, Outcome]]:
+    """Return the outcome of each settled batch, and its frame."""
+    found: dict[tuple[int, int], tuple[Draft, Outcome]] = {}
+    for frame in frames:
+        if frame.kind == FrameKind.SETTLED:
+            for producer, batch, outcome in decode_settled(frame.body, frame.count):
+                found.setdefault((producer, batch), (frame, Outcome(outcome)))
+    return found
+
+
 def _plan_of(frames: list[Draft], subject: str) -> tuple[Draft, Draft, list[int]]:
-    """Return the first dispatch frame of a subject, the frame that settles it, and its messages' numbers."""
-    plan = nth(frames, FrameKind.DISPATCH, subject, 0)
-    settled = next(
-        frame
-        for frame in frames
-        if frame.kind == FrameKind.SETTLED
-        and (plan.producer, plan.batch) in [row[:2] for row in decode_settled(frame.body, frame.count)]
-    )
-    return plan, settled, [at for at, _ in decode_dispatch(plan.body, plan.count)[1]]
+    """Return the first dispatch frame of a subject whose batch was stored, the frame that settles it, and its messages'
+    numbers. Messages of a batch that was not stored are planned again.
+    """
+    outcomes = _outcomes(frames)
+    for plan in frames:
+        if plan.kind == FrameKind.DISPATCH and plan.subject == subject:
+            settled, outcome = outcomes[plan.producer, plan.batch]
+            if outcome == Outcome.STORED:
+                return plan, settled, [at for at, _ in decode_dispatch(plan.body, plan.count)[1]]
+    raise LookupError(f"no batch of {subject} was stored")
 
 
 def _erase(frame: Draft) -> None:
@@ -497,16 +508,20 @@ def dispatch_less(frames: list[Draft]) -> Expected:
 
 
 def planned_again(frames: list[Draft]) -> Expected:
+    """The plan has a number of its own, unlike the removed one: both subjects share a lane, in any order."""
     plan, _, numbers = _plan_of(frames, "order.unseen")
     body = encode_dispatch("g1", encode_places([(numbers[0], plan.timestamp_ms)]))
     again = in_place_of(frames[-1], plan, body=body)
-    again.count, again.batch = 1, plan.batch + 1
+    last = max(batch for producer, batch in _outcomes(frames) if producer == plan.producer)
+    again.count, again.batch = 1, last + 1
     frames.append(again)
     return [("twice", again, numbers[0])]
 
 
 def refused_and_stored(frames: list[Draft]) -> Expected:
+    """The refusal is a broker's answer: a batch that is given up has its outcome long after its plan."""
     plan, settled, numbers = _plan_of(frames, "order.lost")
+    settled.timestamp_ms = plan.timestamp_ms
     outcomes = decode_settled(settled.body, settled.count)
     changed = [
         (*row[:2], Outcome.NOT_STORED if row[1] == plan.batch and row[0] == plan.producer else row[2])
