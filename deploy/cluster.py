@@ -274,6 +274,14 @@ class Cluster:
         state = broker_state(str(Endpoint(HOST, self.broker(group, "master").control_port)), self.token)
         return state is not None and state.writable
 
+    def wait_metaserver(self, timeout_s: float = START_S) -> None:
+        """Wait until the metaserver answers. Groups may be writable before: restarted brokers resume their roles alone.
+
+        Raises:
+            NotServed: see `wait`.
+        """
+        self.wait(lambda: answers(f"{self.metaserver}/meta/address"), "the metaserver does not answer", timeout_s)
+
     def wait_writable(self, *groups: str, timeout_s: float = START_S) -> None:
         """Wait until the groups, or all groups, are writable; else raise NotServed with the reasons."""
         for group in groups or (*self._groups.brokers, *self._groups.delay):
@@ -311,7 +319,7 @@ class Cluster:
             "password_keys": [self.plan.password_key],
         }
         self._service("metaserver", "metaserver", settings | self._metaserver_settings).start()
-        self.wait(lambda: answers(f"{self.metaserver}/meta/address"), "the metaserver does not answer", START_S)
+        self.wait_metaserver()
 
     def _add_brokers(self) -> None:
         """Add each broker once: a swap changes its role, which must stay."""

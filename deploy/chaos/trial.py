@@ -26,7 +26,7 @@ from qmq.deploy.chaos.faults import STRIKES, Target
 from qmq.deploy.chaos.history import History
 from qmq.deploy.chaos.records import DeadLetter, Fault
 from qmq.deploy.cluster import Cluster
-from qmq.deploy.control import Copy, answers, metrics, read_copy, state
+from qmq.deploy.control import Copy, metrics, read_copy, state
 from qmq.deploy.plan import HOST, HTTP_PORT
 from qmq.errors import NotServed, QmqError
 from qmq.subjects import dead_letter_subject
@@ -136,9 +136,7 @@ class Nemesis:
         faulted = time.monotonic()
         cluster.wait(self._all_run, "a broker is down", RECOVERY_S)  # a master reports "writable" until then
         cluster.wait_writable(timeout_s=RECOVERY_S)
-        cluster.wait(
-            lambda: answers(f"{cluster.metaserver}/meta/address"), "the metaserver does not answer", RECOVERY_S
-        )
+        cluster.wait_metaserver(RECOVERY_S)
         now = time.monotonic()
         hit = "" if "metaserver" in name else group
         target.records.append(Fault(begun, now, name, hit, name in LOSING_FAULTS))

@@ -151,6 +151,7 @@ def test_brokers_restart_in_their_roles_without_the_metaserver(cluster, subject)
     with Wire(master.serve_port, token=cluster.token) as wire:
         assert wire.ask(Command.PRODUCE, produce_body(subject, {"n": "1"})).code == ErrorCode.NOT_MASTER
     cluster.begin("metaserver")
+    until(lambda: _answers(cluster), "the metaserver answers")
     cluster.wait_writable()
     assert cluster.broker("g1", "master") == slave
 

@@ -21,6 +21,7 @@ def cluster(tmp_path_factory):
         names = [METASERVER, *cluster.hostnames]
         cluster.end(*names)
         cluster.begin_as("tests.integration.process_with_few_descriptors", *names)
+        cluster.wait_metaserver()  # it may need longer than its brokers, which become writable without it
         cluster.wait_writable()
         yield cluster
 
