@@ -180,7 +180,7 @@ class _Taken:
 async def _taking(context: ActionContext, arguments: Arguments, groups: Sequence[Group]) -> AsyncIterator[_Taken]:
     taken, source_subject = _Taken(), arguments["from"]
     owner = (arguments["subject"], arguments["group"]) if source_subject else None
-    choice = Choice(id=arguments["id"], reason=arguments["reason"], whose=owner)
+    choice = Choice(id=arguments["id"], reason=arguments["reason"], owner=owner)
     to = arguments["to"]
     at = [context.master_of(group) for group in groups_of_subject(context, to, "")] if to else []
     async with AsyncExitStack() as stack:

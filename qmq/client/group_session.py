@@ -429,7 +429,7 @@ class GroupSession:
             )
         if any(_OF_CONSUMERS in data for data in searched):  # a fifteenth of a message's time: add no other such search
             if any(_FOR_GROUP in data for data in searched):
-                messages = self._without_those_of_others(part, messages)
+                messages = self._keep_own_messages(part, messages)
             part.may_expire = self._may_expire and any(_EXPIRES_AFTER in data for data in searched)
         has_limits = times > 1 and any(_RETRIES_MAX in data for data in searched)
         part.is_uneven = self.is_mailbox or has_limits
@@ -443,20 +443,20 @@ class GroupSession:
             if not (is_late and self.release(parcel)):
                 self._owner.arrived(parcel)
 
-    def _without_those_of_others(self, piece: UnackedPiece, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
+    def _keep_own_messages(self, piece: UnackedPiece, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
         """Ack messages for another group; return the others."""
-        mine = []
+        kept = []
         for message in messages:
             try:
-                is_mine = message.get(FOR_GROUP, self._owner.terms.group) == self._owner.terms.group
+                is_own = message.get(FOR_GROUP, self._owner.terms.group) == self._owner.terms.group
             except QmqError:  # the handler's access raises the same error
-                is_mine = True
-            if is_mine:
-                mine.append(message)
+                is_own = True
+            if is_own:
+                kept.append(message)
             else:
                 piece.mark(message._at)
                 self.done(piece)
-        return mine
+        return kept
 
     def _without_worn_out(self, piece: UnackedPiece, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
         """Make dead letters of messages above their delivery limit or the group's; return the others."""

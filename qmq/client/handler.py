@@ -225,22 +225,22 @@ class FilteredHandler:
 
         A coroutine function without filters is returned as it is: another layer costs 0.1 µs a call.
         """
-        way = cast(HandlerCall, self._handler)
+        next_call = cast(HandlerCall, self._handler)
         if thread is not None:
-            way = partial(thread.run, partial(_call_to_end, self._handler))
+            next_call = partial(thread.run, partial(_call_to_end, self._handler))
         elif django_connections.is_configured():
-            way = partial(django_connections.closing_old, partial(_awaited, way))
+            next_call = partial(django_connections.closing_old, partial(_awaited, next_call))
         for filter_ in reversed(self._outer):
-            way = cast(HandlerCall, partial(_call_filter, filter_, way))
-        return way
+            next_call = cast(HandlerCall, partial(_call_filter, filter_, next_call))
+        return next_call
 
 
-async def _call_filter(filter_: AsyncFilter, way: HandlerCall, message: ReceivedMessage) -> object:
+async def _call_filter(filter_: AsyncFilter, next_call: HandlerCall, message: ReceivedMessage) -> object:
     """Call a filter, and check that the work it began with `handle` has ended."""
     begun: list[Coroutine[Any, Any, object]] = []
 
     def handle(message: ReceivedMessage) -> Coroutine[Any, Any, object]:
-        begun.append(work := _awaited(way, message))
+        begun.append(work := _awaited(next_call, message))
         return work
 
     result = await finished(await filter_(message, handle))
@@ -253,8 +253,8 @@ async def _call_filter(filter_: AsyncFilter, way: HandlerCall, message: Received
     return result
 
 
-async def _awaited(way: HandlerCall, message: ReceivedMessage) -> object:
-    return await finished(await way(message))
+async def _awaited(call: HandlerCall, message: ReceivedMessage) -> object:
+    return await finished(await call(message))
 
 
 def _call_plain_filter(filter_: Callable[..., object], handle: BlockingHandler, message: ReceivedMessage) -> object:

@@ -60,8 +60,8 @@ class Lifespan:
         for consumer in self._running:
             if consumer.health.state is HealthState.NOT_CONNECTED:
                 return f"consumer {consumer.id} is {consumer.health}"
-        lefts = (left for client in self._clients for left in getattr(client, "left_behind", ()))
-        return next((str(left) for left in lefts if left.is_degraded), "")
+        unsent = (left for client in self._clients for left in getattr(client, "left_behind", ()))
+        return next((str(left) for left in unsent if left.is_degraded), "")
 
     def _why_not_running(self) -> str:
         """Return the reason why a consumer does not run; "" if all run."""

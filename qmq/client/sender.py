@@ -569,9 +569,9 @@ class Sender:
             for group in self._groups.values():
                 self._give_up_expired(group, now_ms)
                 if group.batches.load and group.link.is_late(self._loop.time(), self._answer_timeout_s):
-                    owes = f"no answer for {self._answer_timeout_s} s"
-                    log.warning("connection given up group=%s reason=%s (answer_timeout_s)", group.name, owes)
-                    group.link.drop(owes)
+                    reason = f"no answer for {self._answer_timeout_s} s"
+                    log.warning("connection given up group=%s reason=%s (answer_timeout_s)", group.name, reason)
+                    group.link.drop(reason)
                 if self._takes(group.name):
                     self._wake_crowd(group.name, WOKEN_BY_TICK)
             for queue in self._order.take_to_expire(EXPIRED_AT_ONCE):

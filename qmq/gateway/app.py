@@ -182,8 +182,8 @@ async def _send_one(
 ) -> Response:
     token = request.scope["qmq.token"]
     await access.check_subject(token, subject, produces=True)
-    with clients.of(token) as mine:
-        ((receipt, is_repeat),) = await mine.send(subject, [message], key)
+    with clients.of(token) as token_clients:
+        ((receipt, is_repeat),) = await token_clients.send(subject, [message], key)
     sent, code = sent_of(receipt)
     headers = {"Idempotent-Replayed": "true"} if is_repeat else {}
     return _as_json(sent, STATUS[code] if code else 201, headers | (headers_of(code) if code else {}))
@@ -235,8 +235,8 @@ def _batch_routes(clients: Clients, access: Access) -> APIRouter:
     )
     async def produce_batch(request: Request, subject: Subject, batch: BatchIn, key: IdempotencyKey = None) -> Response:
         await access.check_subject(request.scope["qmq.token"], subject, produces=True)
-        with clients.of(request.scope["qmq.token"]) as mine:
-            found = await mine.send(subject, batch.messages, key)
+        with clients.of(request.scope["qmq.token"]) as token_clients:
+            found = await token_clients.send(subject, batch.messages, key)
         outcomes = [sent_of(receipt) for receipt, _ in found]
         codes = [code for _, code in outcomes if code is not None]
         code = worst(codes)
@@ -246,9 +246,9 @@ def _batch_routes(clients: Clients, access: Access) -> APIRouter:
     return router
 
 
-async def _session(mine: TokenClients, clients: Clients, subject: str, group: str, terms: Terms) -> Session:
+async def _session(token_clients: TokenClients, clients: Clients, subject: str, group: str, terms: Terms) -> Session:
     place = Place(subject, group, terms.client)
-    return await mine.session(place, terms.of_session(), is_full=clients.is_full)
+    return await token_clients.session(place, terms.of_session(), is_full=clients.is_full)
 
 
 def _lease_s(asked_s: float | None, settings: GatewaySettings) -> float:
@@ -270,8 +270,8 @@ def _consume_routes(clients: Clients, access: Access, settings: GatewaySettings)
     async def pull(request: Request, subject: Subject, group: Group, query: Annotated[PullQuery, Query()]) -> Response:
         lease_s, wait_s = _lease_s(query.lease_s, settings), min(query.wait_s, settings.wait_s_max)
         await access.check_subject(request.scope["qmq.token"], subject, produces=False)
-        with clients.of(request.scope["qmq.token"]) as mine:
-            session = await _session(mine, clients, subject, group, query)
+        with clients.of(request.scope["qmq.token"]) as token_clients:
+            session = await _session(token_clients, clients, subject, group, query)
             with session:
                 messages = await while_connected(request, session.pull(query.max, wait_s=wait_s, lease_s=lease_s))
             return _as_json(Pulled(messages=messages, trouble=session.trouble), 200)
@@ -290,8 +290,8 @@ def _consume_routes(clients: Clients, access: Access, settings: GatewaySettings)
     ) -> Response:
         lease_s = _lease_s(query.lease_s, settings)
         await access.check_subject(request.scope["qmq.token"], subject, produces=False)
-        with clients.of(request.scope["qmq.token"]) as mine:
-            session = await _session(mine, clients, subject, group, query)
+        with clients.of(request.scope["qmq.token"]) as token_clients:
+            session = await _session(token_clients, clients, subject, group, query)
         made = events(session, unacked_max=query.unacked_max, lease_s=lease_s, keep_alive_s=settings.keep_alive_s)
         return StreamingResponse(
             made, media_type=EVENT_STREAM, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -305,9 +305,9 @@ def _consume_routes(clients: Clients, access: Access, settings: GatewaySettings)
         description="Its undecided messages go back to the group at once. Without a session, nothing changes.",
     )
     async def end_session(request: Request, subject: Subject, group: Group, client: ClientId = "default") -> Response:
-        with clients.of(request.scope["qmq.token"]) as mine:
-            if (session := mine.find_place(Place(subject, group, client))) is not None:
-                await mine.end(session)
+        with clients.of(request.scope["qmq.token"]) as token_clients:
+            if (session := token_clients.find_place(Place(subject, group, client))) is not None:
+                await token_clients.end(session)
         return Response(status_code=204)
 
     return router
@@ -328,8 +328,8 @@ def _decide_routes(clients: Clients, settings: GatewaySettings) -> APIRouter:
     async def decided(request: Request, handles: list[str], apply: Apply) -> Response:
         """Apply a decision to the sessions of the handles, and join their results."""
         subject, group = request.path_params["subject"], request.path_params["group"]
-        with clients.of(request.scope["qmq.token"]) as mine:
-            sessions = mine.find(handles, subject, group)
+        with clients.of(request.scope["qmq.token"]) as token_clients:
+            sessions = token_clients.find(handles, subject, group)
             results = {handle: Result(handle=handle, outcome="gone") for handle in handles}
             for session in {session.id: session for session in sessions.values() if session is not None}.values():
                 own = [handle for handle, found in sessions.items() if found is session]

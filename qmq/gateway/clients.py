@@ -142,8 +142,8 @@ class TokenClients:
                 raise Refused(Code.OTHER_TERMS, f"client {place.client} has a session with other parameters here")
             return session
         if is_full or len(self.sessions) >= self._settings.token_sessions_max:
-            whose = "the gateway" if is_full else "this token"
-            raise Refused(Code.LIMIT, f"{whose} has as many sessions as its limit allows")
+            holder = "the gateway" if is_full else "this token"
+            raise Refused(Code.LIMIT, f"{holder} has as many sessions as its limit allows")
         session = Session(place, terms, self._token, self._settings, self._metrics)
         self._places[place] = self.sessions[session.id] = session
         await session.open()

@@ -198,8 +198,8 @@ class Session:
                 _apply(delivery.message, decision, reason, delay_s)
                 self.deliveries.decide(handle, decision)
         self._has_room.set()
-        mine = {handle: delivery for handle, delivery in found.items() if delivery.decision is decision}
-        waiting = [delivery.message for delivery in mine.values() if delivery.message is not None]
+        decided = {handle: delivery for handle, delivery in found.items() if delivery.decision is decision}
+        waiting = [delivery.message for delivery in decided.values() if delivery.message is not None]
         with suppress(TimeoutError, QmqError):
             async with asyncio.timeout(self._settings.send_s):
                 await self._puller.flush(waiting)

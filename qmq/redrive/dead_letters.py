@@ -77,7 +77,7 @@ class DeadLetters:
         self._subscription = 0
         self.batch_bytes_max: int = BATCH_BYTES_MAX
         self._connection: Connection
-        self._way: Connection
+        self._produce_connection: Connection
         """Connection to the destination."""
         self._beat: asyncio.Task[None] | None = None
 
@@ -89,10 +89,10 @@ class DeadLetters:
         operator set one. Raises QmqError.
         """
         self = cls(master.broker_group, subject, group, to.subject if to is not None else "", source)
-        self._connection = self._way = await self._connect(master, token)
+        self._connection = self._produce_connection = await self._connect(master, token)
         try:
             if to is not None and to.master.broker_group != master.broker_group:
-                self._way = await self._connect(to.master, token)
+                self._produce_connection = await self._connect(to.master, token)
             answer = commands.decode_json(await self._ask(Command.SUBSCRIBE, self._terms()), subscription=int)
         except BaseException:
             self._disconnect("not subscribed")
@@ -115,7 +115,7 @@ class DeadLetters:
         return connection
 
     def _disconnect(self, why: str) -> None:
-        for connection in {self._connection, self._way}:
+        for connection in {self._connection, self._produce_connection}:
             connection.close(why)
 
     def _terms(self) -> bytes:
@@ -145,7 +145,9 @@ class DeadLetters:
         if any(labels):
             body, flags = body + encode_labels(labels), label_flags(labels)
         head = commands.produce_header(self._producer, self._batch, len(letters), crc32(body), self._goes_to, flags)
-        return commands.decode_produced(await self._ask(Command.PRODUCE, head, body, way=self._way))
+        return commands.decode_produced(
+            await self._ask(Command.PRODUCE, head, body, connection=self._produce_connection)
+        )
 
     async def settle(self, letters: Sequence[Chosen]) -> None:
         """Ack the dead letters; raises QmqError if the ack may be lost."""
@@ -169,8 +171,8 @@ class DeadLetters:
             pass  # the broker returns them when the lease ends
         self._disconnect("done")
 
-    async def _ask(self, command: Command, *parts: bytes, way: Connection | None = None) -> memoryview:
-        connection = way or self._connection
+    async def _ask(self, command: Command, *parts: bytes, connection: Connection | None = None) -> memoryview:
+        connection = connection or self._connection
         answer, moved_bytes = connection.request(command, *parts), connection.received_bytes - connection.unsent_bytes
         while not (await asyncio.wait({answer}, timeout=ANSWER_S))[0]:
             # 64 MiB on a slow link take longer than ANSWER_S. Answers to heartbeats are no progress.
@@ -182,7 +184,7 @@ class DeadLetters:
     async def _renew_lease(self, every_s: float) -> None:
         while True:
             await asyncio.sleep(every_s)
-            for connection in {self._connection, self._way}:
+            for connection in {self._connection, self._produce_connection}:
                 connection.request(Command.HEARTBEAT)
 
     # Callback of the connection; the next call raises the error.

@@ -43,7 +43,7 @@ class Choice:
     properties: Mapping[str, str] = field(default_factory=dict)
     tags: frozenset[str] = frozenset()
     reason: str = ""
-    whose: tuple[str, str] | None = None
+    owner: tuple[str, str] | None = None
     """Subject and consumer group, for a subject shared with other dead letters and ordinary messages."""
 
     def of(self, broker_group: str, pieces: Iterable[Piece], bounds: tuple[int, int]) -> Iterator[Chosen]:
@@ -53,7 +53,7 @@ class Choice:
                 sequence = piece.sequence + at
                 if bounds[0] <= sequence < bounds[1]:
                     chosen = self._chosen(broker_group, piece.pull_sequence + at, sequence, bytes(data))
-                    if chosen is not None and (self.whose is None or piece.flags & FLAG_IS_DEAD):
+                    if chosen is not None and (self.owner is None or piece.flags & FLAG_IS_DEAD):
                         yield chosen
 
     def _chosen(self, broker_group: str, pull_sequence: int, sequence: int, data: bytes) -> Chosen | None:
@@ -67,7 +67,7 @@ class Choice:
             or not self.tags <= set(envelope.tags)
             or not self.properties.items() <= properties.items()
             or self.reason not in properties.get(REASON, "")
-            or self.whose not in (None, (properties.get(SUBJECT), properties.get(GROUP)))
+            or self.owner not in (None, (properties.get(SUBJECT), properties.get(GROUP)))
         ):
             return None
         return Chosen(

@@ -58,12 +58,12 @@ class Port:
         needs no token, so the oldest without a login makes room for others.
         """
         self.connections += 1
-        leaves = None
+        to_close = None
         if self.connections > self.connections_max:
-            leaves = next(iter(self.unauthenticated), acceptor)
-            self.unauthenticated.pop(leaves, None)
+            to_close = next(iter(self.unauthenticated), acceptor)
+            self.unauthenticated.pop(to_close, None)
         self.unauthenticated[acceptor] = None
-        return leaves
+        return to_close
 
 
 class _Guest(Connection):

@@ -493,8 +493,8 @@ def test_redrive_takes_only_letters_of_the_group():
     people = group.subscribed("c9", subject="t", group="people")
     pieces = list(commands.decode_pulled(memoryview(people.done(people.pull()))))
 
-    def chosen(whose):
-        return list(Choice(whose=whose).of("g1", pieces, (0, 1 << 62)))
+    def chosen(owner):
+        return list(Choice(owner=owner).of("g1", pieces, (0, 1 << 62)))
 
     (back,) = chosen(KEY)
     assert back.id == "m0" and not decode_message(back.data).properties
