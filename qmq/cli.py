@@ -50,7 +50,7 @@ SECTIONS: Mapping[str, Mapping[str, Program]] = {
             ("run", "stop", "--dir=", "--port=", "--with-prometheus"),
             starts=("uvicorn",),
         ),
-        "hello": Program("qmq.deploy.hello", "", "send a message and take it out again", ("--metaserver=", *_TOKEN)),
+        "hello": Program("qmq.deploy.hello", "", "send a message and consume it", ("--metaserver=", *_TOKEN)),
         "demo": Program(
             "qmq.deploy.demo",
             "server,audit,demo",
@@ -61,7 +61,7 @@ SECTIONS: Mapping[str, Mapping[str, Program]] = {
         "chaos": Program(
             "qmq.deploy.chaos.main",
             "server",
-            "strike a cluster with faults, and judge it",
+            "inject faults into a cluster, and check its promises",
             ("--minutes=", "--seed=", "--faults=", "--settings=", "--dir=", "--list"),
             starts=("uvicorn",),
         ),

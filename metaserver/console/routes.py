@@ -33,7 +33,7 @@ from qmq.metaserver.console.pages import (
     overview,
     subject_rates,
 )
-from qmq.metaserver.console.sessions import ATTEMPT_MS, LASTS_MS, Attempt, ProviderPort, Sessions
+from qmq.metaserver.console.sessions import ATTEMPT_MS, SESSION_MS, Attempt, ProviderPort, Sessions
 from qmq.metaserver.console.survey import Surveyor
 from qmq.metaserver.http.endpoints import ActionsPort
 from qmq.metaserver.http.guard import PEER_CHARS_MAX, open_to_all
@@ -186,7 +186,7 @@ class Console:
         response.set_cookie(
             COOKIE,
             cookie,
-            max_age=LASTS_MS // 1000,
+            max_age=SESSION_MS // 1000,
             path=ROOT,
             httponly=True,
             samesite="strict",

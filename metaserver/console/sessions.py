@@ -26,7 +26,7 @@ from qmq.errors import AccessError
 from qmq.metaserver.access import Access, RandomBytes
 from qmq.rights import Caller, TokenRole
 
-LASTS_MS = 12 * 3_600_000
+SESSION_MS = 12 * 3_600_000
 """A shift and its handover."""
 COOKIE_CHARS_MAX = 500
 SEALED_CHARS_MAX = 3_000
@@ -73,7 +73,7 @@ class Sessions:
         return self._cookie(f"{_PERSON}{person}", now_ms)
 
     def _cookie(self, person: str, now_ms: int) -> str:
-        text = f"{person}.{now_ms + LASTS_MS}.{self._random_bytes(_NONCE_BYTES).hex()}"
+        text = f"{person}.{now_ms + SESSION_MS}.{self._random_bytes(_NONCE_BYTES).hex()}"
         return f"{text}.{_mac(self._keys[0], text)}"
 
     def end(self, cookie: str, *, now_ms: int) -> None:

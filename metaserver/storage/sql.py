@@ -186,7 +186,7 @@ class Transactions:
                 transaction.commit()
             except DBAPIError as error:
                 connection.invalidate()  # in any state, with any locks
-                if _was_in_the_way(error):
+                if _is_conflict(error):
                     raise  # a cluster of databases detected the conflict at the commit, and rolled back
                 log.error("commit unknown reason=%s", error.orig)
                 raise CommitUnknown(
@@ -234,13 +234,13 @@ def _repeat(transaction: Callable[[], T]) -> T:
         except DBAPIError as error:
             # A pooled connection may have died in a restart of the database. The pool closes all others now.
             cut_first = error.connection_invalidated and not was_cut
-            if attempt == TRIES_MAX or not (cut_first or _was_in_the_way(error)):
+            if attempt == TRIES_MAX or not (cut_first or _is_conflict(error)):
                 raise
             was_cut = was_cut or error.connection_invalidated
     raise AssertionError("the last try returns or raises")
 
 
-def _was_in_the_way(error: DBAPIError) -> bool:
+def _is_conflict(error: DBAPIError) -> bool:
     original = error.orig
     numbers = getattr(original, "args", ())[:1]
     return getattr(original, "sqlstate", None) in _REPEAT_SQLSTATES or not _REPEAT_NUMBERS.isdisjoint(numbers)

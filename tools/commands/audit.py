@@ -144,7 +144,7 @@ AUDIT = (
         "Trail",
         "trace a message in the logs: storage, deliveries, acks. Reads the logs with Spark",
         "--id=1d35f9f0a3",
-        (Option("id", "of the message"), ANY_SUBJECT, *_SOURCES),
+        (Option("id", "id of the message"), ANY_SUBJECT, *_SOURCES),
         runs="qmq.tools.verification:read_logs",
         is_local=True,
     ),

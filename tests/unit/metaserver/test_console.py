@@ -15,7 +15,7 @@ from qmq.metaserver.actions import ACTIONS, Answer, Status
 from qmq.metaserver.console import display, offers
 from qmq.metaserver.console import sessions as sessions_module
 from qmq.metaserver.console.pages import PAGES
-from qmq.metaserver.console.sessions import LASTS_MS, Sessions
+from qmq.metaserver.console.sessions import SESSION_MS, Sessions
 from qmq.metaserver.rpc.access import wall_ms
 from qmq.rights import Caller, TokenRole
 from tests.unit.metaserver.actions_world import place
@@ -126,7 +126,7 @@ async def test_groups_are_paged(console):
 async def test_session_cookie_is_protected(console):
     answer = await console.log_in()
     cookie = answer.headers["set-cookie"]
-    assert {"HttpOnly", "Path=/console", "SameSite=strict", f"Max-Age={LASTS_MS // 1000}"} <= set(cookie.split("; "))
+    assert {"HttpOnly", "Path=/console", "SameSite=strict", f"Max-Age={SESSION_MS // 1000}"} <= set(cookie.split("; "))
     assert "Secure" not in cookie and console.tokens["viewer"] not in cookie
     secure = await console.new_browser().post(
         "https://metaserver/console/login", data={"token": console.tokens["viewer"]}
@@ -188,7 +188,7 @@ async def test_each_address_requires_a_valid_session(console):
         "of another installation": Sessions(console.access, ["foreign"], dice).begin(
             console.tokens["admin"], now_ms=now
         ),
-        "ended": sessions.begin(console.tokens["admin"], now_ms=now - LASTS_MS),
+        "ended": sessions.begin(console.tokens["admin"], now_ms=now - SESSION_MS),
         "of a client": sessions._cookie(next(row.id for row in console.rows if row.name == "client"), now),
         "of a revoked token": sessions.begin(console.tokens["operator"], now_ms=now),
     }
@@ -245,7 +245,7 @@ def test_ended_sessions_are_remembered_until_expiry(monkeypatch):
         sessions.end(cookie, now_ms=4)
         with pytest.raises(AccessError, match="logged out"):
             sessions.caller(cookie, now_ms=4, peer="")
-    sessions.end(cookies[2], now_ms=1 + LASTS_MS)
+    sessions.end(cookies[2], now_ms=1 + SESSION_MS)
     assert len(sessions._ended) == 2, "the first would be over by itself"
     sessions.end(sessions.begin(token, now_ms=4), now_ms=5)
     assert len(sessions._ended) == 2
@@ -258,12 +258,12 @@ def test_session_expires_and_cannot_be_forged():
     access.replace([row])
     sessions = Sessions(access, ["new key", "old key"], dice)
     cookie = sessions.begin(token, now_ms=5)
-    assert sessions.caller(cookie, now_ms=5 + LASTS_MS - 1, peer="p").name == "anna"
+    assert sessions.caller(cookie, now_ms=5 + SESSION_MS - 1, peer="p").name == "anna"
     with pytest.raises(AccessError, match="ended"):
-        sessions.caller(cookie, now_ms=5 + LASTS_MS, peer="")
+        sessions.caller(cookie, now_ms=5 + SESSION_MS, peer="")
     of_the_old_key = Sessions(access, ["old key"], dice).begin(token, now_ms=5)
     assert sessions.caller(of_the_old_key, now_ms=6, peer="").name == "anna"
-    later = cookie.replace(f".{5 + LASTS_MS}.", f".{6 + LASTS_MS}.")
+    later = cookie.replace(f".{5 + SESSION_MS}.", f".{6 + SESSION_MS}.")
     foreign = Sessions(access, ["foreign key"], dice).begin(token, now_ms=5)
     for forged in (later, foreign, "", "...", "ä.1.x.y", cookie[:-1], cookie + "0", "x" * 10_000):
         with pytest.raises(AccessError):
