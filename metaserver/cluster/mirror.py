@@ -122,6 +122,8 @@ class DatabaseMirror:
                 if versions["directory"] != self._seen["directory"] or self._database.set_aside_because:
                     await self._read_directory(versions["directory"])
                     news = True
+                else:
+                    self.check_rows()  # a broker may have reported a lost group since the last reading
                 if versions["routes"] != self._seen["routes"]:
                     await self._read_routes(versions["routes"])
                     news = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -154,6 +155,19 @@ async def test_registering_brokers_reveal_an_empty_database(world, tmp_path):
     await world.done("AdoptDatabase", keep="database")
     await world.done("AddBroker", **place("g9", 0, "g9-a"))
     assert world.registry.directory.groups["g9"].term == 5
+
+
+async def test_waiting_registration_reveals_an_empty_database(world, tmp_path):
+    """A fixed bug: AddBroker had read the database when a broker reported, and stored a row; then nothing was lost."""
+    world = await world.another(f"sqlite:///{tmp_path / 'empty.db'}")
+    reported = Broker("g9", Role.SLAVE, "g9-a", "10.0.0.1", 20881, 20882, incarnation="disk of g9-a")
+    adding, registering = await asyncio.gather(
+        world.run("AddBroker", **place("g8", 0, "g8-a")),  # it reads first, and the registration waits for that
+        world.registry.registration.register(reported, None, term=4),
+        return_exceptions=True,
+    )
+    assert not adding.done and "no row of g9" in adding.message
+    assert isinstance(registering, DatabaseSetAside)
 
 
 async def test_removed_group_is_not_lost(world):
