@@ -100,7 +100,8 @@ class Registration:
         """Return brokers that lately reported a term of a group in which they have no place, the newest term first."""
         since_ms = self._registry.now_ms() - REFUSED_SHOWN_MS
         self._unplaced = {key: noted for key, noted in self._unplaced.items() if noted[2] >= since_ms}
-        found = [(broker, term) for broker, term, _ in self._unplaced.values()]
+        find = self._registry.directory.find  # a broker may have got a place, and registered at another metaserver
+        found = [(broker, term) for key, (broker, term, _) in self._unplaced.items() if find(key) is None]
         return sorted(found, key=lambda noted: (-noted[1], noted[0].key))
 
     def _check_place(self, row: Broker, registering: Broker) -> None:

@@ -433,6 +433,17 @@ async def test_healthy_installation_has_no_findings(cluster, http):
     assert await findings(DoctorMetrics(lambda: examine_reported(cluster.context))) == {}
 
 
+async def test_broker_with_a_place_is_not_unplaced(cluster):
+    """A fixed bug: Doctor named AddBroker for a minute after the broker had got a place, here or in another group."""
+    await no_slave(cluster)
+    await report_unplaced(cluster, "g1", "g1-b", "g1-c", "g1-d")
+    await cluster.done("AddBroker", **place("g2", 0, "g1-c"))
+    unplaced = cluster.registry.registration.unplaced
+    assert [broker.hostname for broker, _ in unplaced()] == ["g1-d", "g1-b"]
+    await cluster.done("AddBroker", **place("g1", 1, "g1-b"))
+    assert [broker.hostname for broker, _ in unplaced()] == ["g1-d"]
+
+
 async def test_restarted_metaserver_is_not_missing(world):
     await other_stops(world)
     back = replace(OTHER, id="m3")
