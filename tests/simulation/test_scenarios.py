@@ -119,7 +119,7 @@ def test_faults_meet_every_state_of_a_copy(outcomes: list[Outcome]) -> None:
     assert {state for state in STATES if state not in states} <= RARE
 
 
-@pytest.mark.parametrize("scenario", ["cores", "delay", "shells"])
+@pytest.mark.parametrize("scenario", ["cores", "delay", "metaserver", "shells"])
 def test_kept_seeds_do_not_fail_again(scenario: str) -> None:
     assert (seeds := kept_seeds(scenario))
     for seed, steering, found in seeds:

@@ -29,6 +29,8 @@ REPEATABLE = {
     "SetGroupTag",
     "OnOffline",
     "ReplaceBroker",
+    "SyncReplica",
+    "CancelSync",
 }
 """Actions that two operators may order at once: the second one changes nothing. ReplaceBroker may store addresses."""
 
@@ -331,7 +333,7 @@ class Oracle:
             if len(done) != 1 or (done[0]["action"], done[0]["who"]) != (errand.what, errand.who):
                 raise Violation(f"{errand} changed {changed}, and the audit trail has {done}")
             self._rows[errand] = done[0]
-        elif done and errand.what not in REPEATABLE:
+        elif done and errand.what not in REPEATABLE and not _is_only_a_mode(errand):
             raise Violation(f"{errand} changed nothing, and the audit trail has {done}")
 
     def _check_all_subjects(self, errand: Any, before: Decided, now: Decided) -> None:
@@ -467,6 +469,11 @@ class Oracle:
                 switched = (subject, words["consumerGroup"], words["clientId"])
                 return (switched in state.offline) == (words["state"] == "offline")
         return True
+
+
+def _is_only_a_mode(errand: Any) -> bool:
+    """Whether the action may be ordered twice at once: of the words of SetCopies, minCopies alone begins a term."""
+    return errand.what == "SetCopies" and "minCopies" not in errand.words
 
 
 def _swapped(before: Roles, now: Roles) -> bool:

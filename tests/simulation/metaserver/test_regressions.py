@@ -78,6 +78,16 @@ def test_refused_change_is_not_stored_later(world: World) -> None:
     assert not world.oracle.decided.marks
 
 
+def test_two_operators_set_the_same_sync_mode(world: World) -> None:
+    """The oracle took the second row of the audit trail for one without a change."""
+    words = {"brokerGroup": "g1", "syncMode": "manual"}
+    both = [world.operate(server, "SetCopies", words) for server in world.servers]
+    for setting in both:
+        until_it_writes(world, setting)
+    world.finish()
+    assert [setting.status for setting in both] == [DONE, DONE]
+
+
 def test_late_read_of_earlier_state_is_ignored(world: World) -> None:
     """Weakness 6: an action reads the database after it was ordered, also when the database stood still."""
     first, second = world.servers
