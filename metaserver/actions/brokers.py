@@ -564,7 +564,7 @@ async def _compare(context: ActionContext, group: Group) -> dict[str, Any]:
         "syncMode": group.sync_mode,
         # Chains of different ends cannot be compared.
         "equal": len(chains) == 1 if have_all_answered and len(set(ends)) == 1 else None,
-        "lagBytes": max(ends[0] - min(ends[1:]), 0) if have_all_answered else None,
+        "lagBytes": max(ends[0] - min(ends[1:]), 0) if group.master and have_all_answered else None,
         "acknowledged": acknowledged,
         "replicas": replicas,
     }

@@ -223,7 +223,7 @@ async def _plan_redrive(context: ActionContext, arguments: Arguments) -> Plan:
         return refused(str(refusal))
     async with _taking(context, arguments, groups) as taken:
         rows = [letter.json() for _, letters in taken.chosen for letter in letters[:SHOWN_MAX]]
-    after = {"deadLetters": taken.looked_at - taken.count, "goBack": taken.count, "among them": rows[:SHOWN_MAX]}
+    after = {"deadLetters": taken.looked_at - taken.count, "moved": taken.count, "among them": rows[:SHOWN_MAX]}
     return Plan(
         orders=taken.count > 0,
         subjects=frozenset({to or retry_subject(arguments["subject"], arguments["group"])}),
@@ -240,7 +240,7 @@ async def _carry_out_redrive(context: ActionContext, arguments: Arguments, plan:
         await context.registry.change((), replace(audit, result="begun"))
     except OutcomeUnknown as error:
         raise NotServed(f"no dead letter was moved, as the database failed: {error}") from error
-    receipt = Receipt(arguments["subject"], arguments["group"])
+    receipt = Receipt(arguments["subject"], arguments["group"], arguments["to"])
     groups = groups_of_subject(context, arguments["subject"], arguments["brokerGroup"])
     async with _taking(context, arguments, groups) as taken:
         receipt.looked_at, receipt.unasked = taken.looked_at, taken.unasked
@@ -251,7 +251,7 @@ async def _carry_out_redrive(context: ActionContext, arguments: Arguments, plan:
     result = "done" if is_whole else "partly done" if receipt.moved or receipt.unknown else "failed"
     try:
         await context.registry.change((), replace(audit, after=counts, result=result))
-    except QmqError as error:  # they have gone back, and the first row records the beginning
+    except QmqError as error:  # they were moved, and the first row records the beginning
         log.warning("end of Redrive not recorded subject=%s reason=%s", arguments["subject"], error)
     return _as_shown(receipt, counts, is_whole=is_whole)
 
@@ -262,10 +262,11 @@ def _as_shown(receipt: Receipt, counts: dict[str, int], *, is_whole: bool) -> An
     if is_whole:
         return shown
     if receipt.moved or receipt.unknown:
-        raise PartlyDone(
-            f"{counts['moved']} went back, not all: {why}. Messages with an unknown outcome may go back twice", shown
+        text = (
+            f"{counts['moved']} went {receipt.goes_to}, not all: {why}. Messages with an unknown outcome may go twice"
         )
-    raise NotServed(f"no dead letter went back: {why}")
+        raise PartlyDone(text, shown)
+    raise NotServed(f"no dead letter went {receipt.goes_to}: {why}")
 
 
 async def _move_all(source: DeadLetters, letters: Sequence[Chosen], receipt: Receipt) -> None:

@@ -119,7 +119,7 @@ def test_console_action_is_planned_and_in_the_trail(night):
     )
     browser.open(f"{cluster.metaserver}/console/messages?subject=mail.wanted&dead=mail")
     plan, done = do(browser, "Redrive…", limit="2")
-    assert "goBack" in plan and "Reaches 1 subject" in plan and "Done." in done, (plan, done)
+    assert "moved" in plan and "Reaches 1 subject" in plan and "Done." in done, (plan, done)
     browser.open(f"{cluster.metaserver}/console/consumers?subject=order.changed")
     plan, done = do(browser, "OnOffline…", consumerGroup="billing", state="offline")
     assert "Reaches 1 subject" in plan and "Done." in done

@@ -431,7 +431,7 @@ def test_metaserver_redrives_like_the_command(cluster, subject):
     chosen = [letter["id"] for letter in found if letter["properties"]["qmq_deadReason"] == "timeout"]
     assert len(found) == 6 and 0 < len(chosen) < 6
     plan = cluster.manage("Redrive", dryRun="true", **words)
-    assert plan["wouldChange"] and (plan["before"]["deadLetters"], plan["after"]["goBack"]) == (6, len(chosen))
+    assert plan["wouldChange"] and (plan["before"]["deadLetters"], plan["after"]["moved"]) == (6, len(chosen))
     assert mailbox(cluster, subject) == []
     done = cluster.manage("Redrive", **words)
     assert (done["moved"], done["unknown"], done["left"]) == (len(chosen), 0, 0)

@@ -279,6 +279,15 @@ async def test_status_compares_copies(cluster):
     assert [replica["parted"] for replica in status["replicas"]] == [None, parted], "RecoverGroup lists them"
 
 
+async def test_status_without_a_master_has_no_lag(world):
+    for end, hostname in ((7, "g1-b"), (0, "g1-c")):
+        await world.done("AddBroker", **place("g1", "1", hostname))
+        await world.start(hostname)
+        world.brokers.states[BrokerKey(hostname, 20881)] = ReplicaState(Role.SLAVE, 1, log_end=end)
+    [status] = await world.done("ReplicaStatus")
+    assert status["lagBytes"] is None and all(replica["reachable"] for replica in status["replicas"])
+
+
 async def test_status_shows_the_acknowledged_point(world):
     """Points of copies that are gone count, too: RecoverGroup shows losses by them."""
 

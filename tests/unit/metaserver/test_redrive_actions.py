@@ -16,7 +16,7 @@ async def with_dead_letters(world, *reasons):
 async def test_redrive_moves_the_planned_letters(world):
     await with_dead_letters(world, "timeout", "no price", "timeout")
     plan = await world.done("Redrive", dryRun="true", reason="timeout", **WORDS)
-    assert plan["wouldChange"] and (plan["before"]["deadLetters"], plan["after"]["goBack"]) == (3, 2)
+    assert plan["wouldChange"] and (plan["before"]["deadLetters"], plan["after"]["moved"]) == (3, 2)
     assert len(world.brokers.dead) == 3
     done = await world.done("Redrive", reason="timeout", **WORDS)
     assert (done["moved"], done["ids"]) == (2, ["m-0", "m-2"]) and world.brokers.dead == [("m-1", "no price")]
@@ -34,14 +34,14 @@ async def test_redrive_is_limited(world):
 async def test_partial_redrive_reports_the_rest(world):
     await with_dead_letters(world, "a", "refuse me")
     answer = await world.run("Redrive", **WORDS)
-    assert answer.status == Status.UNKNOWN and "1 went back, not all: readonly" in answer.message
+    assert answer.status == Status.UNKNOWN and "1 went back to billing, not all: readonly" in answer.message
     assert world.brokers.dead == [("m-1", "refuse me")] and (await world.audit())[0].result == "partly done"
     world.brokers.dead = [("m-2", "lose me")]
     answer = await world.run("Redrive", **WORDS)
     assert answer.status == Status.UNKNOWN and answer.data["unknown"] == 1
     world.brokers.silent = {"g1"}
     answer = await world.run("Redrive", **WORDS)
-    assert answer.status == Status.WAIT and "no dead letter went back" in answer.message
+    assert answer.status == Status.WAIT and "no dead letter went back to billing:" in answer.message
 
 
 async def test_redrive_requires_its_right(world):
@@ -62,6 +62,9 @@ async def test_redrive_to_another_subject_requires_both_rights(world):
     assert "may not produce" in await world.refused("Redrive", caller("operator", subjects=redrive), **words)
     assert "may not redrive" in await world.refused("Redrive", caller("operator", subjects=("repaired",)), **words)
     assert world.brokers.dead
+    world.brokers.silent = {"g1"}
+    assert "no dead letter went to repaired:" in (await world.run("Redrive", **words)).message
+    world.brokers.silent = set()
     answer = await world.run("Redrive", caller("operator", subjects=both), **words)
     assert answer.done and answer.data["moved"] == 1, answer
     assert world.brokers.destinations[-1] == ("repaired", ["g1"]) and not world.brokers.dead
