@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 import numpy as np
 import pytest
 
-from qmq.codec import FLAG_TAGS, encode_labels, encode_message, with_properties
+from qmq.codec import FLAG_TAGS, encode_labels, encode_message, label_of, with_properties
 from qmq.delayserver.recurring import FIRED_AT_ONCE
-from qmq.delayserver.templates import LABEL
+from qmq.delayserver.templates import LABEL, read_template
 from qmq.errors import ErrorCode
 from qmq.log.frame import FLAG_LABELLED
 from qmq.log.memory_disk import MemoryDisk
@@ -400,6 +400,13 @@ def test_no_message_has_the_label_of_templates():
     tags = [f"tag{at}" for at in range(10)]
     data = encode_message(Message("s", id="m", tags=tags), 0)
     assert data and np.uint64(LABEL).bit_count() == 32
+
+
+def test_occurrence_has_the_label_of_its_tags_and_key():
+    """By it, brokers filter messages and keep their order."""
+    own = {RECUR_NAME: "n", RECUR_OWNER: "o", RECUR_CRON: "* * * * *", RECUR_ZONE: "UTC"}
+    message = with_properties(encode_message(Message("s", id="m", tags={"t"}, order_key="k"), 0), own)
+    assert read_template(message, "s").occurrence_label() == label_of({"t"}, "k")
 
 
 @pytest.mark.parametrize("action", ["delete", "list"])

@@ -241,3 +241,9 @@ async def test_retry_request_never_counts_as_done(error):
     assert not await deliver(check, Handed("id-1"), handler)
     assert await deliver(check, Handed("id-1"), handler)
     assert handler.handled == ["id-1"]
+
+
+async def test_failing_key_fails_the_message():
+    handler = Handler()
+    assert not await deliver(Idempotence(MemoryKeys(), key=lambda message: message["no"]), Handed("id-1"), handler)
+    assert handler.handled == []

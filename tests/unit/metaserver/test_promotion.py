@@ -202,6 +202,12 @@ def test_acks_of_a_lone_master_prevent_promotion():
     assert promotion.refusal(copies(5, 3, in_step="c"))[0] == Refusal.NOT_IN_SYNC_AT_THE_END
 
 
+def test_connected_slave_of_several_does_not_promise():
+    facts = copies(3, 2)
+    refused, _ = promotion.refusal(replace(facts, unwilling={facts.group.slaves[0].key: "heard"}))
+    assert refused == Refusal.HEARS_ITS_MASTER
+
+
 @pytest.mark.parametrize(("count", "m"), [(2, 2), (3, 2), (3, 3), (5, 3)])
 @pytest.mark.parametrize("left_out", ["", "in the row's term", "the operator's word"])
 def test_operator_admits_restarted_slave(count, m, left_out):
