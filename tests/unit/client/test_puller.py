@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 import qmq
-from qmq.client import group_session
+from qmq.client import group_session, membership
 from qmq.errors import InvalidAck, NotMaster, NotServed, SubscriptionReplaced
 from qmq.remoting.commands import Command
 from tests.support.waiting import settle, until_async
@@ -234,6 +234,10 @@ async def test_small_prefetch_is_not_exceeded(prefetch):
             await puller.pull(1, timeout=10)
             await settle()
             assert broker.positions["a", "g"] - taken <= prefetch
+
+
+def test_consumers_send_three_heartbeats_per_lease():
+    assert membership._beat_s(9_000) == 3.0
 
 
 async def test_heartbeats_follow_each_groups_lease():

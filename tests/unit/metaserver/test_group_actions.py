@@ -7,7 +7,7 @@ from qmq.metaserver.routes.audience import Counts
 from qmq.metaserver.rpc.convert import assignment_for
 from qmq.metaserver.storage.changes import AcceptLoss, SetGroupState, SetLimits
 from qmq.operator_limits import OperatorLimits
-from tests.unit.metaserver.actions_world import caller, left
+from tests.unit.metaserver.actions_world import caller, left, place
 
 
 async def test_mark_counts_clients_with_old_routes(world):
@@ -51,6 +51,7 @@ async def test_mark_of_removed_subject_can_be_removed(world):
 
 async def test_concurrent_drains_leave_one_group(world):
     await world.copies("g1", "g2")
+    await world.done("AddBroker", **place("d1", 5, "d1-a"))  # of delay servers, so it does not count
     await precede(world, SetGroupState("g2", draining=True))
     assert "g1 is the only one" in await world.refused("DrainGroup", brokerGroup="g1")
     assert not world.registry.directory.groups["g1"].draining
