@@ -17,7 +17,7 @@ from qmq.codec import batch_encoder, encode_message, with_properties
 from qmq.dead_letters import delivered
 from qmq.errors import InvalidAck
 from tests.support.waiting import consuming, settle, until, until_async
-from tests.unit.client.world import cancelled, cluster, consumer_of, fill, handled_by, handling, subscribes
+from tests.unit.client.world import Handled, cancelled, cluster, consumer_of, fill, handled_by, handling, subscribes
 
 
 async def test_failed_message_is_retried_without_blocking_others():
@@ -523,10 +523,11 @@ async def test_offline_consumer_waits(metaserver, broker):
 
 async def test_added_listener_starts(consumer, broker):
     fill(broker, range(1))
-    first = handled_by(consumer)
+    fill(broker, range(1), subject="b")
+    first, added = handled_by(consumer), Handled()
     async with consuming(consumer):
         await until_async(lambda: first.messages)
-        added = handled_by(consumer, group="other")
+        consumer.listen("b", group="g", start="earliest")(added.handle)
         await until_async(lambda: added.messages)
 
 
