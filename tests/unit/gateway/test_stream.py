@@ -82,6 +82,12 @@ async def test_stream_pauses_at_undecided_messages(world):
         assert (await next_event(reader))["properties"] == {"n": "2"}
 
 
+async def test_silent_stream_sends_comments(world):
+    async with request(world, f"GET {STREAM}") as (reader, _), asyncio.timeout(WAIT_S):
+        for _ in range(3):
+            await reader.readuntil(b": keep-alive\n\n")
+
+
 async def test_stream_of_a_lost_session_ends_with_its_error(world, monkeypatch):
     async with request(world, f"GET {STREAM}") as (reader, _):
         await reader.readuntil(b": keep-alive")

@@ -9,6 +9,7 @@ import pytest
 
 from qmq import Message, Outcome, Receipt
 from qmq.outbox.courier import Courier
+from qmq.outbox.row import decode_row
 from qmq.outbox.table import Inserted, head_of
 from qmq.outbox.unit import Written
 
@@ -90,3 +91,11 @@ async def test_databases_without_rows_are_forgotten():
     assert all(sorted(deleted.pop(number)) == [0, 1, 2] for number in range(20))
     kept = [name for name, value in vars(courier).items() if isinstance(value, dict) and value]
     assert kept == []
+
+
+async def test_staged_message_keeps_all_that_it_carries():
+    fields = {"tags": {"t"}, "order_key": "k", "retries_max": 3, "expires_after": 1.5, "content_type": "a/b"}
+    (item,) = courier_of(Sender()).items([Message("a", {"n": 1}, id="m", body=b"x", **fields)])
+    for kept in (item.message, decode_row(item.content)):
+        assert (kept.subject, kept.id, kept["n"], kept.body) == ("a", "m", 1, b"x")
+        assert {name: getattr(kept, name) for name in fields} == fields
