@@ -66,9 +66,11 @@ class RpcAcceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio c
             await refuse(request, context)
             yield  # never reached; makes it a stream
 
-        asks, answers = (handler.request_streaming, handler.response_streaming) if handler else (False, False)
-        behaviour = refuse_stream if answers else refuse
-        kind = f"{'stream' if asks else 'unary'}_{'stream' if answers else 'unary'}_rpc_method_handler"
+        sends_stream, returns_stream = (
+            (handler.request_streaming, handler.response_streaming) if handler else (False, False)
+        )
+        behaviour = refuse_stream if returns_stream else refuse
+        kind = f"{'stream' if sends_stream else 'unary'}_{'stream' if returns_stream else 'unary'}_rpc_method_handler"
         return getattr(grpc, kind)(behaviour)
 
 

@@ -407,10 +407,10 @@ async def _entered(gate: SuspectGate, taken: list[ReceivedMessage], is_alone: bo
     except asyncio.CancelledError:  # the group is left, and no handler has begun
         _not_begun(taken)
         raise
-    ours = [message for message in taken if not (message.is_dropped or is_over(message))]
-    if not ours:
+    to_handle = [message for message in taken if not (message.is_dropped or is_over(message))]
+    if not to_handle:
         gate.leave(alone=is_alone)
-    return ours
+    return to_handle
 
 
 def _not_begun(taken: list[ReceivedMessage]) -> None:

@@ -31,7 +31,7 @@ KeyOf = Callable[[ReceivedMessage], str]
 class State(Enum):
     """Result of a claim."""
 
-    OURS = "ours"
+    CLAIMED = "claimed"
     BUSY = "busy"
     HANDLED = "handled"
 
@@ -117,7 +117,7 @@ class MemoryKeys:
         if key in self._claimed:
             return Claim(State.BUSY, lease_s)
         self._claimed[key] = owner
-        return Claim(State.OURS)
+        return Claim(State.CLAIMED)
 
     async def renew(self, key: str, owner: str, lease_s: float) -> bool:
         return self._claimed.get(key) == owner

@@ -72,7 +72,7 @@ class RedisKeys:
         value, left_ms = await self._run(CLAIM, key, owner, _ms(lease_s))
         match value if isinstance(value, str) else value.decode():
             case "":
-                return Claim(State.OURS)
+                return Claim(State.CLAIMED)
             case "handled":
                 return Claim(State.HANDLED)
             case _:

@@ -65,7 +65,7 @@ class SqlKeys:
         for _ in range(CLAIMS_MAX):
             try:
                 await self._run(insert)
-                return Claim(State.OURS)
+                return Claim(State.CLAIMED)
             except IntegrityError:
                 if claim := await self._run(take_expired):
                     return claim

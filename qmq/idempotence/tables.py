@@ -124,7 +124,7 @@ class ClaimsTable:
             .values(owner=owner, lease_end_ms=now_ms + lease_ms, updated_ms=now_ms)
         )
         if taken.rowcount:
-            return Claim(State.OURS)
+            return Claim(State.CLAIMED)
         row = connection.execute(select(columns.owner, columns.lease_end_ms).where(is_key)).one_or_none()
         if row is None:
             return None

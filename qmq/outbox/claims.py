@@ -54,7 +54,7 @@ class ClaimName(NamedTuple):
         producer, number, term, group = text.split(":", 3)
         name = cls(int(producer, 16), int(number, 16), int(term, 16), group)
         if str(name) != text or not all(0 <= part < 1 << 64 for part in name[:3]):
-            raise ValueError(f"{text!r} is no claim of ours")
+            raise ValueError(f"{text!r} is not a claim")
         return name
 
 

@@ -149,7 +149,7 @@ class AckGate:
             self.high_chain = self.flushed_chain if self.flushed_end <= self.matched_end else self.matched_chain
         high = self.high_watermark
         if high > self.flushed_end > 0:
-            raise BrokenInvariant("I6: the high watermark is within our own disk")
+            raise BrokenInvariant("I6: the high watermark is beyond the flushed end of this copy")
         stored, progress = self._stored, self._progress
         while stored and stored[0][0] <= high:
             stored.popleft()[1](None)

@@ -292,20 +292,22 @@ def _last_common(hello: Hello, log: MessageLog) -> tuple[int, int, bool]:
     """Return the last offset up to which the epoch tables agree, the chain there, and whether that chain is the
     master's.
     """
-    ours, theirs = log.state.epochs, hello.epochs
+    epochs, offered = log.state.epochs, hello.epochs
     proofs = {proof.offset: proof for proof in hello.proofs}
     common = 0
-    while common < min(len(ours), len(theirs)) and ours[common] == theirs[common]:
+    while common < min(len(epochs), len(offered)) and epochs[common] == offered[common]:
         common += 1
-    while common and _was_used_twice(proofs.get(ours[common - 1].offset), log):
+    while common and _was_used_twice(proofs.get(epochs[common - 1].offset), log):
         common -= 1
-    our_extent = (ours[common].offset, ours[common].chain) if common < len(ours) else (log.end, log.chain)
-    their_extent = (theirs[common].offset, theirs[common].chain) if common < len(theirs) else (hello.end, hello.chain)
-    if their_extent[0] <= our_extent[0]:
-        return *their_extent, False
-    return *our_extent, True
+    master_extent = (epochs[common].offset, epochs[common].chain) if common < len(epochs) else (log.end, log.chain)
+    slave_extent = (
+        (offered[common].offset, offered[common].chain) if common < len(offered) else (hello.end, hello.chain)
+    )
+    if slave_extent[0] <= master_extent[0]:
+        return *slave_extent, False
+    return *master_extent, True
 
 
-def _was_used_twice(theirs: EpochProof | None, log: MessageLog) -> bool:
+def _was_used_twice(slave_proof: EpochProof | None, log: MessageLog) -> bool:
     """Return whether two masterships used one epoch at the same offset: their first frames differ."""
-    return theirs is not None and _proof_at(theirs.offset, log) not in (None, theirs)
+    return slave_proof is not None and _proof_at(slave_proof.offset, log) not in (None, slave_proof)

@@ -95,21 +95,21 @@ class Parent:
 
     async def _follow(self, number: int) -> int:
         """Start a process and read its reports; return its exit status."""
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
+        parent_end, child_end = socket.socketpair()
+        with parent_end, child_end:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "qmq.worker.process",
-                str(theirs.fileno()),
+                str(child_end.fileno()),
                 self._options.as_json,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
             )
-            theirs.close()
+            child_end.close()
             child = self._children[number] = Child(number, process)
             log.info("process started pid=%d", process.pid)
-            reader, writer = await asyncio.open_connection(sock=ours, limit=REPORT_BYTES_MAX)
+            reader, writer = await asyncio.open_connection(sock=parent_end, limit=REPORT_BYTES_MAX)
             with suppress(OSError, ValueError):  # a line beyond the limit
                 while line := await reader.readline():
                     self._reported(child, json.loads(line))

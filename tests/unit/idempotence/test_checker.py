@@ -163,7 +163,7 @@ async def test_lost_claim_does_not_ack(some_stores):
 
         async def expired_meanwhile(message):
             await first_store.release(key, watched.owner)
-            assert await second_store.claim(key, "other", 60.0) == Claim(State.OURS)
+            assert await second_store.claim(key, "other", 60.0) == Claim(State.CLAIMED)
 
         with pytest.raises(RetryLater):
             await Idempotence(watched, lease_s=60.0)(Handed("id-1"), expired_meanwhile)
