@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from qmq.client.batch import Answer
 from qmq.client.numbered_sender import NumberedSender
-from qmq.logs import bounded
+from qmq.logs import bounded, shielded
 from qmq.outbox.claims import (
     PRODUCER_BITS,
     RELAY_TERM,
@@ -127,7 +127,7 @@ LEARNED_S = 10.0
 over.
 """
 STOP_S = 5.0
-"""Wait for answers at the end. Another drain adopts unanswered claims after a minute."""
+"""Wait for answers at the end, and for a running query. Another drain adopts unanswered claims after a minute."""
 TROUBLES_MIN = 2
 """Number of failures in a row above which the cause is not just a passing lock."""
 DATABASES_MAX = 64
@@ -225,7 +225,7 @@ class Relays:
         return [entry for entry in found if entry.is_degraded or entry.parked]
 
     async def close(self) -> None:
-        """End all relays after a short wait for their claims."""
+        """End all relays after a short wait for their claims and queries."""
         relays = list(self._relays.values())
         self._relays = {}
         self._is_closed = True
@@ -252,6 +252,8 @@ class Relay:
         self._is_expected = False
         self._sender: NumberedSender | None = None
         self._drain: Drain | None = None
+        self._query: asyncio.Future[Any] | None = None
+        """Newest query. Its thread cannot be stopped, so it continues when its caller is cancelled."""
         self._task = asyncio.get_running_loop().create_task(self._run(first_s))
 
     @property
@@ -277,9 +279,15 @@ class Relay:
 
     def cancel(self) -> None:
         self._task.cancel()
+        if self._query is not None:
+            self._query.cancel()
 
     async def stop(self) -> None:
-        """End the relay. A running drain stops claiming and waits a little for its answers."""
+        """End the relay. A running drain stops claiming and waits a little for its answers.
+
+        Then it waits for a running query, whose thread uses the application's engine. A query that ends after the
+        engine was disposed would leave an open connection in no pool.
+        """
         self._is_stopping = True
         try:
             if self._drain is not None:
@@ -287,9 +295,14 @@ class Relay:
                 self._drain.wake()
                 if not self._drain.core.has_stopped:
                     await asyncio.wait([self._task], timeout=STOP_S)
-        finally:
             self._task.cancel()
-        await asyncio.wait([self._task])
+            await asyncio.wait([self._task])
+            if self._query is not None:
+                await asyncio.wait([self._query], timeout=STOP_S)
+        finally:
+            self.cancel()
+        if self._query is not None:
+            await asyncio.wait([self._query])
 
     async def _run(self, first_s: float) -> None:
         try:
@@ -409,4 +422,6 @@ class Relay:
 
     async def _on_rows(self, work: Callable[[Statements], Any]) -> Any:
         age_ms = self._owner.age_ms
-        return await self.database.run(self._owner.table, lambda rows: work(Statements(rows, age_ms)))
+        query = self.database.run(self._owner.table, lambda rows: work(Statements(rows, age_ms)))
+        self._query = asyncio.ensure_future(query)
+        return await shielded(self._query)

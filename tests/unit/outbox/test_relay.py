@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from dataclasses import dataclass, field
 
 import pytest
@@ -12,6 +13,7 @@ from sqlalchemy.orm import sessionmaker
 
 import qmq.blocking
 from qmq import InvalidRequest, Message
+from qmq.outbox import relay
 from qmq.outbox.courier import find_database
 from qmq.outbox.relay import Relays
 from qmq.outbox.row import encode_row
@@ -86,7 +88,8 @@ class Database:
         self.looked.clear()
         async with asyncio.timeout(20):
             await self.looked.wait()
-        await asyncio.sleep(0)
+        for _ in range(10):  # the relay takes the answer
+            await asyncio.sleep(0)
 
 
 def relays_of(database, *, wait_s=0.0):
@@ -143,6 +146,37 @@ async def test_lasting_database_failure_is_reported(caplog):
     assert left.is_degraded and "no column claim" in left.reason and "docs/outbox.md" in left.reason
     await relays.close()
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["slow", "hanging"])
+async def test_close_waits_for_the_running_query(monkeypatch, hangs):
+    """After close, the application disposes its engine; a thread would return its connection to no pool."""
+    monkeypatch.setattr(relay, "STOP_S", 0.01 if hangs else 3600.0)
+    may_end, ended = threading.Event(), []
+
+    class InThread(Database):
+        async def run(self, table, work):
+            await super().run(table, work)
+            return await asyncio.to_thread(self.query)
+
+        def query(self):
+            ended.append(may_end.wait(20))
+            return self.left
+
+    database = InThread()
+    relays = relays_of(database)
+    try:
+        await database.next_look()
+        closing = asyncio.create_task(relays.close())
+        if not hangs:
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert not closing.done()
+            may_end.set()
+        await closing
+        assert ended == ([] if hangs else [True])
+    finally:
+        may_end.set()
 
 
 async def test_own_rows_are_under_way_until_deleted():
