@@ -247,7 +247,7 @@ async def test_coroutine_handler_is_cancelled_at_its_timeout(batch):
             raise
 
     async with handling(handler, 1, timeout=0.3, retries_max=1, batch=batch) as broker:
-        await until_async(lambda: broker.dead.get(("a", "g")))
+        await until_async(lambda: broker.dead["a", "g"])
     reason = "delivered once; TimeoutError('the handler ran longer than its timeout, 0.3 s')"
     assert broker.dead["a", "g"] == [(0, reason)] and cancelled == begun
 
