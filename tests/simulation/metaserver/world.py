@@ -457,10 +457,10 @@ class World:
                 self.finish()
             timer = self.loop.next_timer()
             step = min(spoke + 0.5, end, end if timer is None else timer)
+            for job in self.jobs if stuck else []:
+                job.whose.failures += 1  # before its caller gives up and answers
             self.loop.now_s = self.brokers.now = max(step, self.loop.time() + 0.001)
             self.run()
-        for job in self.jobs if stuck else []:
-            job.whose.failures += 1
 
     def exchange_all(self) -> None:
         self.brokers.notice_lost_links()
