@@ -187,10 +187,15 @@ async def test_consumer_follows_the_new_master(metaserver, broker, consumer):
         more = await pull_all(puller, 10)
         assert ns(more) == list(range(50, 60))
         assert more[0].pull_sequence >= 2 << 32, "the new mastership began after a gap"
+        other = LocalBroker("other")
+        await other.start()
+        metaserver.set_group(other)
+        await until_async(lambda: other.subscribes)  # by a route that still has the same master
         await puller.ack([*messages[10:], *more])
         await puller.flush()
         assert not new.unacked() and events == [qmq.MasterChanged("g1", 2)]
     await new.stop()
+    await other.stop()
 
 
 async def test_not_master_is_retried(metaserver, broker):
