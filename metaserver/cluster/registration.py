@@ -60,6 +60,7 @@ class Registration:
             await ask(doubt)
         for attempt in range(REGISTER_TRIES):
             row = self._row_of(registering, term)
+            rules.check_group(row, registering.group)
             rules.check_kind(row, registering)
             self._check_place(row, registering)
             is_older = rules.is_older(row, registering, term, self._registry.last_state(row))

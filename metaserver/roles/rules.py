@@ -412,6 +412,14 @@ def refuse_unknown(registering: Broker, directory: Directory) -> NoReturn:
     )
 
 
+def check_group(broker: Broker, group: str) -> None:
+    """Refuse a data directory with the log of another group; an empty `group`: the directory never had a role."""
+    if group not in ("", broker.group):
+        raise OperatorError(
+            f"{broker.key} belongs to {broker.group}, and its data directory to {group}: start it with an empty one"
+        )
+
+
 def check_kind(broker: Broker, registering: Broker) -> None:
     """Refuse a broker in a delay server's place and vice versa: their logs follow different rules."""
     if broker.kind != registering.kind:

@@ -10,14 +10,14 @@ from typing import Any
 
 import grpc
 
-from qmq.errors import InvalidRequest, MissingRight, NotServed, OperatorError, QmqError
+from qmq.errors import InvalidRequest, MissingRight, NotServed, QmqError
 from qmq.logs import retrieve_error
 from qmq.metaserver.cluster.liveness import PlaceTaken
 from qmq.metaserver.cluster.registration import Ask
 from qmq.metaserver.cluster.registry import Registry
 from qmq.metaserver.model import Broker, BrokerKey, Directory, ReplicaState
 from qmq.metaserver.observability.metrics import Metrics
-from qmq.metaserver.roles import failover
+from qmq.metaserver.roles import failover, rules
 from qmq.metaserver.rpc import convert
 from qmq.metaserver.rpc.access import Visits
 from qmq.metaserver.storage.database import DatabaseAway
@@ -75,12 +75,11 @@ class BrokerRpc:
             raise NotServed(STOPPING)
         caller().require_group(_known_group(self._registry, key))
         if (known := self._registry.directory.find(key)) is not None:
-            _check_group(known, request)  # before it claims the place: a rejected broker is not up
+            rules.check_group(known, request.broker_group)  # before it claims the place: a rejected broker is not up
         broker = await self._registry.registration.register(
             convert.broker_from_identity(request), self._ask, term=max(request.term, 0)
         )
         caller().require_group(broker.group)
-        _check_group(broker, request)
         if request.begins:
             await failover.begin_term_at_start(self._registry, broker)
         return broker
@@ -192,14 +191,6 @@ class BrokerRpc:
 def _is_of(broker: Broker | None, process: pb.BrokerIdentity | pb.BrokerState) -> bool:
     """Return whether a row names this data directory, at this place."""
     return broker is not None and (broker.incarnation, broker.instance) == (process.incarnation, process.instance)
-
-
-def _check_group(broker: Broker, process: pb.BrokerIdentity) -> None:
-    if process.broker_group not in ("", broker.group):
-        raise OperatorError(
-            f"{broker.key} belongs to {broker.group}, and its data directory to {process.broker_group}: "
-            "start it with an empty one"
-        )
 
 
 def _state(message: pb.BrokerState, first: pb.BrokerState) -> ReplicaState:

@@ -22,7 +22,7 @@ STARTS = {
     "qmq/replication/node.py": {"assign"},
     "metaserver/cluster/liveness.py": {"check_free"},
     "metaserver/cluster/registration.py": {"_check_place"},
-    "metaserver/roles/rules.py": {"refuse_unknown", "check_kind", "check_registration"},
+    "metaserver/roles/rules.py": {"refuse_unknown", "check_group", "check_kind", "check_registration"},
 }
 """Functions that refuse a starting process."""
 

@@ -444,6 +444,15 @@ async def test_broker_with_a_place_is_not_unplaced(cluster):
     assert [broker.hostname for broker, _ in unplaced()] == ["g1-d"]
 
 
+async def test_disk_of_another_group_gets_no_place_behind_an_old_reading(world):
+    """A fixed bug: the row got that disk, and an empty one, as the refusal asks for, was refused as another disk."""
+    await (await world.another()).done("AddBroker", **place("g3", 0, "g3-a"))
+    broker = Broker("g1", Role.SLAVE, "g3-a", "10.0.0.1", 20881, 20882, 20883, 20884, incarnation="disk of g1")
+    with pytest.raises(OperatorError, match="belongs to g3, and its data directory to g1"):
+        await world.registry.registration.register(broker, lambda question: asyncio.sleep(0), term=1)
+    assert world.registry.directory.groups["g3"].master.incarnation == ""
+
+
 async def test_restarted_metaserver_is_not_missing(world):
     await other_stops(world)
     back = replace(OTHER, id="m3")
