@@ -156,4 +156,4 @@ def test_acknowledgement_by_one_copy_is_found(tmp_path):
         assert len(nemesis.target.records) == 2, "the window and the fault"
 
     outcome = asyncio.run(attempt(tmp_path, seed=1, strike=strike, http_port=run_of_ports()))
-    assert outcome.findings[0].rule == "lost-copy", outcome.summary()
+    assert "lost-copy" in {finding.rule for finding in outcome.findings}, outcome.summary()  # its acks come early, too
