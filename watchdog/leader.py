@@ -73,8 +73,12 @@ class DatabaseDrain(Drain):
                     await self._trouble(error)
         finally:
             self._thread.shutdown(wait=False, cancel_futures=True)
-            if self._outbox is not None and not self.is_hanging:
-                self._outbox.close()
+            if self._outbox is not None:
+                close = self._outbox.close
+                if self._call is None:
+                    close()
+                else:  # a connection in use would return to the closed pool, and stay open
+                    self._call.add_done_callback(lambda _: close())
 
     async def _ask(self, work: Work) -> Any:
         assert self._outbox is not None

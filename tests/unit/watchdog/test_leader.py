@@ -132,14 +132,15 @@ async def test_leader_stops_with_its_lease(source):
 
 
 async def test_new_drain_waits_for_the_last_write(source, monkeypatch):
-    link, held, began = Link(source), threading.Event(), threading.Event()
-    do = Outbox.do
+    link, held, began, closed = Link(source), threading.Event(), threading.Event(), threading.Event()
+    do, close = Outbox.do, Outbox.close
 
     def slow(self, work):
         began.set()
         held.wait(60)
         return do(self, work)
 
+    monkeypatch.setattr(Outbox, "close", lambda self: (close(self), closed.set()))
     async with leading(link) as watchdog:
         monkeypatch.setattr(Outbox, "do", slow)
         await until_async(began.is_set)
@@ -147,8 +148,9 @@ async def test_new_drain_waits_for_the_last_write(source, monkeypatch):
         await until_async(lambda: not watchdog.drains)
         count = link.reads
         await until_async(lambda: link.reads > count + 2)  # some refreshes
-        assert not watchdog.drains and watchdog.is_hanging
+        assert not watchdog.drains and watchdog.is_hanging and not closed.is_set()
         held.set()
+        await until_async(closed.is_set)
         await until_async(lambda: watchdog.drains)
         assert watchdog.drains[source.url].core.limits.rate == 7
 
