@@ -103,6 +103,9 @@ class History:
     masters: list[MasterChanged] = field(default_factory=list)
     sent_twice: list[str] = field(default_factory=list)
     _gone: dict[str, Gone] = field(default_factory=dict)
+    """By consumer: the begin of its end."""
+    _gone_at: dict[str, float] = field(default_factory=dict)
+    """By consumer: when it had ended; a consumer that leaves beside a broker's fault takes many seconds."""
     _stalls: dict[str, list[Stalled]] = field(default_factory=lambda: defaultdict(list))
 
     def read(self, records: Iterable[Record]) -> None:
@@ -130,6 +133,7 @@ class History:
                     self._stalls[record.consumer].append(record)
                 case Gone():
                     self._gone[record.consumer] = min(record, self._gone.get(record.consumer, record))
+                    self._gone_at[record.consumer] = max(record.at, self._gone_at.get(record.consumer, record.at))
                 case Fault():
                     self.faults.append(record)
                 case Window():
@@ -195,11 +199,13 @@ class History:
         return None
 
     def was_left(self, subject: str, group: str, at: float) -> bool:
-        """Return whether a consumer of the group left or vanished shortly before `at`; messages it had not begun have
-        no order.
+        """Return whether a consumer of the group was leaving at `at`, or left or vanished shortly before; messages it
+        had not begun have no order.
         """
         members = {member.consumer for member in self.joined if (member.subject, member.group) == (subject, group)}
-        return any(name in members and gone.at <= at <= gone.at + 2 * CAUSE_S for name, gone in self._gone.items())
+        return any(
+            gone.at <= at <= self._gone_at[name] + 2 * CAUSE_S for name, gone in self._gone.items() if name in members
+        )
 
     def may_have_lost(self, broker_group: str, begin: float, end: float) -> bool:
         """Return whether a decision of the master within `begin..end` may be lost with its only copy."""

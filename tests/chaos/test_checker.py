@@ -249,6 +249,8 @@ def test_serial_consumer_gets_older_messages_first():
     history = [TWO, joined(), joined("c2"), backwards]
     assert kinds(*history, Gone(2.5, "c2", LEFT)) == set(), "it had not begun with that one"
     assert kinds(*history, Gone(2.5, "c2", KILLED)) == set(), "nor does a crash count what it had not begun with"
+    assert kinds(*history, Gone(-60.0, "c2", LEFT), Gone(2.5, "c2", LEFT)) == set(), "it was a minute leaving"
+    assert kinds(*history, Gone(-60.0, "c2", LEFT)) == {"reordered"}
     assert kinds(*history, Gone(3.5, "c2", LEFT)) == {"reordered"}
     assert kinds(*history, joined("c3", subject="t"), Gone(2.5, "c3", LEFT)) == {"reordered"}
     retried = [*given("a", 0, 2, decision=RETRY), *given("bb", 1, 3), *given("a", 0, 4, times=2)]
