@@ -28,7 +28,7 @@ from qmq.server import pulse, service
 from qmq.server.service import Service
 from qmq.types import Endpoint, Role
 from tests.support.cable import Cable, cable_to
-from tests.support.ports import run_of_ports
+from tests.support.ports import free_ports
 from tests.support.waiting import until_async
 
 WAIT_S = 30.0
@@ -48,13 +48,13 @@ def short_beats(monkeypatch):
     monkeypatch.setattr(pulse, "SILENT_S", 0.5)
 
 
-def a_broker(folder: Path, name: str, port: int) -> Service[BrokerMaster]:
+def a_broker(folder: Path, name: str, serve_port: int, sync_port: int) -> Service[BrokerMaster]:
     settings = BrokerSettings(
         hostname=name,
         data=folder / name,
         token="t",
-        serve_port=port,
-        sync_port=port + 1,
+        serve_port=serve_port,
+        sync_port=sync_port,
         slave_wait_ms=100,
         segment_bytes=1 << 16,
         disk_free_limit=0,
@@ -75,16 +75,18 @@ def a_broker(folder: Path, name: str, port: int) -> Service[BrokerMaster]:
 @contextlib.asynccontextmanager
 async def a_group(folder: Path) -> AsyncIterator[tuple[Service[BrokerMaster], Service[BrokerMaster], Cable]]:
     """Two brokers in this process; the slave reaches its master through a cable."""
-    port = run_of_ports()
-    a, b = a_broker(folder, "a", port), a_broker(folder, "b", port + 4)
-    with cable_to(port + 1) as cable:
+    ports = free_ports(4)
+    a, b = a_broker(folder, "a", *ports[:2]), a_broker(folder, "b", *ports[2:])
+    with cable_to(ports[1]) as cable:
         tasks = [asyncio.ensure_future(service.run()) for service in (a, b)]
         try:
             await asyncio.sleep(0)  # lets both begin
-            master, slave = (Address("127.0.0.1", at, sync, 1) for at, sync in ((port, cable.port), (port + 4, 1)))
+            master, slave = (Address("127.0.0.1", at, sync, 1) for at, sync in ((ports[0], cable.port), (ports[2], 1)))
             a.node.assign(Assignment("g1", 1, Role.MASTER, master, (slave,)))
             b.node.assign(Assignment("g1", 1, Role.SLAVE, master, (slave,)))
-            await until_async(lambda: a.node.writable)
+            await until_async(lambda: a.node.writable or any(task.done() for task in tasks))
+            for task in tasks:
+                assert not task.done(), task
             yield a, b, cable
         finally:
             for task in tasks:

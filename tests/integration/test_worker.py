@@ -250,7 +250,7 @@ def test_process_with_a_blocked_loop_is_replaced(launch, folder, qmq_blocking_br
     broker = qmq_blocking_broker
     (folder / "shop" / "handlers.py").write_text(BLOCKS + handlers)
     send(broker, 1)
-    worker, blocked = launch("--kill-after", "4"), folder / "blocked"
+    worker, blocked = launch("--kill-after", "10"), folder / "blocked"
     until(lambda: blocked.exists() and blocked.read_text(), "a process blocks")
     pid = blocked.read_text()
     until(lambda: f"process ended pid={pid} status=-9" in (folder / "log").read_text(), "it is killed")
@@ -279,7 +279,7 @@ def on_order(message):
 def test_process_whose_handler_threads_hang_is_replaced(launch, folder, qmq_blocking_broker):
     (folder / "shop" / "handlers.py").write_text(BLOCKS + HUNG_THREADS)
     send(qmq_blocking_broker, 1)
-    worker = launch("--kill-after", "4")
+    worker = launch("--kill-after", "10")
     qmq_blocking_broker.wait_until_consumed("order", "g", timeout=WAIT_S)
     log, pid = (folder / "log").read_text(), (folder / "blocked").read_text()
     assert f"process ended pid={pid} status=1 reason=all threads of the handler of subject order hang" in log

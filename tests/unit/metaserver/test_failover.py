@@ -169,17 +169,19 @@ async def test_doctor_shows_why_restarted_slave_stays(world):
 async def test_paused_metaserver_finds_the_failover_done(world, monkeypatch):
     failovers = await lose_master(world)
     other = await world.another()
-    going_on, held = asyncio.Event(), other.brokers.prepare_failover
+    begun, going_on, held = asyncio.Event(), asyncio.Event(), other.brokers.prepare_failover
     other.brokers.states = world.brokers.states
     monkeypatch.setattr(other.registry, "is_gone", lambda broker, silence_ms: "it was paused, and has not looked")
     monkeypatch.setattr(other.registry, "last_state", world.registry.last_state)
 
     async def paused(broker, **words):
+        begun.set()
         await going_on.wait()
         return await held(broker, **words)
 
     monkeypatch.setattr(other.brokers, "prepare_failover", paused)
     late = asyncio.create_task(failovers_of(other).fail_over("g1"))
+    await begun.wait()
     await failovers.fail_over("g1")
     going_on.set()
     with pytest.raises(StaleTerm):
