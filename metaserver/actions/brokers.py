@@ -316,10 +316,9 @@ def better_copy(master: Broker, copies: Sequence[Mapping[str, Any]]) -> str:
     Returns:
         The reason and the remedy; empty: no copy is better, as far as is known.
     """
-    ends = {(facts["hostname"], facts["servePort"]): facts.get("reach", []) for facts in copies}
-    own = ends.get((master.hostname, master.serve_port), [])
-    for facts, end in zip(copies, ends.values(), strict=True):
-        name = f"{facts['hostname']}:{facts['servePort']}"
+    ends = {f"{facts['hostname']}:{facts['servePort']}": facts.get("reach", []) for facts in copies}
+    own = ends.get(str(master.key), [])
+    for facts, (name, end) in zip(copies, ends.items(), strict=True):
         if not end and name != str(master.key):
             return f"{name} has a log of {master.group} and does not answer: start it, or stop it and wait a minute"
         if end > own:

@@ -46,7 +46,7 @@ Ask = Callable[[Broker], Awaitable[ReplicaState]]
 async def _doctor(context: ActionContext, arguments: Arguments, caller: Caller) -> Any:
     """Return the checks of the metaserver; the tool adds those of its own machine."""
     own, here = await own_refusals(context), arguments.flag("here")
-    checks = [_routes(own["routes"])] if here else await examine(context, context.brokers.replica_status)
+    checks = [_routes(own["routes"])] if here else await examine(context, context.brokers.replica_status, own)
     return {
         "version": context.version,
         "time": wall_ms(),
@@ -68,11 +68,12 @@ async def examine_reported(context: ActionContext, *, everywhere: bool = False) 
             raise NotServed(f"{broker.key} sends no heartbeats")
         return state
 
-    return await examine(context, reported, everywhere=everywhere)
+    return await examine(context, reported, await own_refusals(context, asks=everywhere), everywhere=everywhere)
 
 
-async def examine(context: ActionContext, ask: Ask, *, everywhere: bool = True) -> list[Check]:
-    refusals = await _refusals(context, everywhere=everywhere)
+async def examine(context: ActionContext, ask: Ask, own: Mapping[str, Any], *, everywhere: bool = True) -> list[Check]:
+    """Return all checks. `own`: refusals of this metaserver; `everywhere`: those of the others count, too."""
+    refusals = [own, *(await _refusals_elsewhere(context) if everywhere else ())]
     places = {name: text for refused in refusals for name, text in refused["brokers"].items()}
     database, brokers = await asyncio.gather(_database(context), _brokers(context, ask, places))
     unplaced = _by_group(refusals)
@@ -81,12 +82,9 @@ async def examine(context: ActionContext, ask: Ask, *, everywhere: bool = True) 
     return one_per_cause([database, *brokers, *groups, *tokens, _passwords(context), routes, metaservers])
 
 
-async def _refusals(context: ActionContext, *, everywhere: bool) -> list[Mapping[str, Any]]:
-    others = (await context.clients.elsewhere("Doctor"))[0].values() if everywhere else ()
-    return [
-        await own_refusals(context, asks=everywhere),
-        *(other["refusals"] for other in others if "refusals" in other),
-    ]
+async def _refusals_elsewhere(context: ActionContext) -> list[Mapping[str, Any]]:
+    others, _ = await context.clients.elsewhere("Doctor")
+    return [other["refusals"] for other in others.values() if "refusals" in other]
 
 
 async def own_refusals(context: ActionContext, *, asks: bool = True) -> dict[str, Any]:
@@ -119,7 +117,8 @@ async def _reach(context: ActionContext, broker: Broker) -> list[int]:
 
 async def copies_without_place(context: ActionContext, group: str) -> list[Mapping[str, Any]]:
     """Return the brokers that have a group's log and no place, the one with the most of the log first."""
-    return _by_group(await _refusals(context, everywhere=True)).get(group, [])
+    refusals = await own_refusals(context), *await _refusals_elsewhere(context)
+    return _by_group(refusals).get(group, [])
 
 
 async def _database(context: ActionContext) -> Check:

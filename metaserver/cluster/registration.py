@@ -52,8 +52,6 @@ class Registration:
         row = self._registry.directory.find(registering.key)
         if row is None:
             await self._registry.mirror.catch_up()  # another metaserver may have added it
-            if self._registry.directory.find(registering.key) is None:
-                self._registry.mirror.check_rows()
             row = self._row_of(registering, term)
         doubt, has_moved = self._registry.liveness.doubt(registering.key), rules.may_be_copy(row, registering)
         if doubt is not None and (doubt.incarnation != registering.incarnation or has_moved):
