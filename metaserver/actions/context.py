@@ -285,27 +285,31 @@ class ActionContext:
         self, groups: Iterable[Group], subject: str = "", consumer_group: str = "", *, behind_max: int = 0
     ) -> tuple[dict[str, pb.ConsumersAnswer], dict[str, str]]:
         """Ask the masters of many groups at once; return the answers, and for each missing one the reason."""
-        asked, answers, failed = sorted(groups, key=lambda group: group.name), {}, {}
         known = await _caught(self.consumer_groups(subject))
+        rows, unread = known if isinstance(known, list) else [], {}
         if isinstance(known, QmqError):
-            failed[DATABASE], known = f"groups without a position on a broker group are not counted: {known}", []
-        rows = known
-        results = await together(
-            [
-                _caught(
-                    self.ask_consumers(
-                        group, subject, consumer_group, behind_max=behind_max, known=rows, known_of=subject
-                    )
-                )
-                for group in asked
-            ]
+            unread[DATABASE] = f"groups without a position on a broker group are not counted: {known}"
+        answers, missing = await answers_of(
+            sorted(groups, key=lambda group: group.name),
+            lambda group: self.ask_consumers(
+                group, subject, consumer_group, behind_max=behind_max, known=rows, known_of=subject
+            ),
         )
-        for group, result in zip(asked, results, strict=True):
-            if isinstance(result, QmqError):
-                failed[group.name] = str(result)
-            else:
-                answers[group.name] = result
-        return answers, failed
+        return answers, unread | missing
+
+
+async def answers_of(
+    groups: Sequence[Group], ask: Callable[[Group], Awaitable[R]]
+) -> tuple[dict[str, R], dict[str, str]]:
+    """Ask about many groups at once; return the answers by group, and for each missing one the reason."""
+    results = await together([_caught(ask(group)) for group in groups])
+    answers, missing = {}, {}
+    for group, result in zip(groups, results, strict=True):
+        if isinstance(result, QmqError):
+            missing[group.name] = str(result)
+        else:
+            answers[group.name] = result
+    return answers, missing
 
 
 async def together(questions: Sequence[Awaitable[R]]) -> list[R]:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from qmq.errors import NotServed, OperatorError, OutcomeUnknown, QmqError
 from qmq.metaserver.actions.arguments import Arguments
-from qmq.metaserver.actions.context import ActionContext, Handler, PartlyDone, together, wall_ms
+from qmq.metaserver.actions.context import ActionContext, Handler, PartlyDone, answers_of, wall_ms
 from qmq.metaserver.actions.plan import Plan, refused
 from qmq.metaserver.model import DELAY, AuditRow, Broker, Group
 from qmq.proto import qmq_pb2 as pb
@@ -186,21 +186,10 @@ async def _ask_all(
 ) -> tuple[dict[str, A], dict[str, str]]:
     """Ask the masters of the delay groups; return the answers, and for each missing one the reason."""
 
-    async def caught(group: Group) -> A | QmqError:
-        try:
-            return await ask(context.master_of(group))
-        except QmqError as error:
-            return error
+    async def ask_master(group: Group) -> A:
+        return await ask(context.master_of(group))
 
-    groups = _groups(context, arguments)
-    results = await together([caught(group) for group in groups])
-    answers, failed = {}, {}
-    for group, result in zip(groups, results, strict=True):
-        if isinstance(result, QmqError):
-            failed[group.name] = str(result)
-        else:
-            answers[group.name] = result
-    return answers, failed
+    return await answers_of(_groups(context, arguments), ask_master)
 
 
 HANDLERS = {
