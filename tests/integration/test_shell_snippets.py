@@ -147,9 +147,11 @@ class Machine:
         process = self._first.process.pid
         [inner] = Path(f"/proc/{process}/task/{process}/children").read_text().split()
         self._enter = ["nsenter", "--target", inner, *spaces, f"--wdns={world}"]
+        log = world / "dev.log"
+        log.touch()
         self._first.type(f"({DEV}) > dev.log 2>&1 </dev/null &")
-        until(lambda: "Ctrl-C" in (world / "dev.log").read_text(), "the cluster runs")
-        self._environ |= dict(re.findall(r"export (QMQ_\w+)=(\S+)", (world / "dev.log").read_text()))
+        until(lambda: "Ctrl-C" in log.read_text(), "the cluster runs")
+        self._environ |= dict(re.findall(r"export (QMQ_\w+)=(\S+)", log.read_text()))
         for number, letter in enumerate("ab", start=1):
             (world / "var/lib/qmq" / f"b{number}").symlink_to(world / "run" / f"g1-{letter}" / "data")
         self.token = self._environ["QMQ_TOKEN"]
