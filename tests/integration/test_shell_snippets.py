@@ -88,6 +88,7 @@ echo "127.0.0.1 localhost mq1 mq2 $(hostname)" > /etc/hosts
 mkdir -p /etc/shop /etc/prometheus
 """
 DEV = f"QMQ_METASERVER_HOST=0.0.0.0 QMQ_METASERVER_ADVERTISED_IP=127.0.0.1 {sys.executable} -m qmq dev --dir run"
+SPACES = ["--net", "--mount", "--pid"]
 CURL = "silent\nshow-error\nfail-with-body\nretry = 60\nretry-delay = 1\nretry-all-errors\n"
 """A reader tries again while a process starts; a refused request fails the page."""
 
@@ -124,7 +125,6 @@ class Machine:
 
     def __init__(self, world):
         self.world = world
-        spaces = ["--net", "--mount", "--pid"]
         paths = f"{world / 'bin'}:{os.environ['PATH']}:/usr/sbin:/sbin"
         fits = {"SEGMENT_BYTES": str(1 << 20), "DISK_FREE_LIMIT": "0"}  # for any test machine
         environ = {name: value for name, value in os.environ.items() if not name.startswith("QMQ_")}
@@ -141,22 +141,24 @@ class Machine:
         for name, module in (("qmq", "-m qmq"), ("gunicorn", "-m gunicorn"), ("python", "")):
             self.program(name, f'exec {sys.executable} {module} "$@"')
         self._first = Shell(
-            ["unshare", *spaces, "--fork", "--kill-child", "--mount-proc"], world / "first.log", env=environ, cwd=world
+            ["unshare", *SPACES, "--fork", "--kill-child", "--mount-proc"], world / "first.log", env=environ, cwd=world
         )
+
+    def start(self):
         self._first.type(MACHINE)
         process = self._first.process.pid
         [inner] = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-        self._enter = ["nsenter", "--target", inner, *spaces, f"--wdns={world}"]
-        log = world / "dev.log"
+        self._enter = ["nsenter", "--target", inner, *SPACES, f"--wdns={self.world}"]
+        log = self.world / "dev.log"
         log.touch()
         self._first.type(f"({DEV}) > dev.log 2>&1 </dev/null &")
         until(lambda: "Ctrl-C" in log.read_text(), "the cluster runs")
         self._environ |= dict(re.findall(r"export (QMQ_\w+)=(\S+)", log.read_text()))
         for number, letter in enumerate("ab", start=1):
-            (world / "var/lib/qmq" / f"b{number}").symlink_to(world / "run" / f"g1-{letter}" / "data")
+            (self.world / "var/lib/qmq" / f"b{number}").symlink_to(self.world / "run" / f"g1-{letter}" / "data")
         self.token = self._environ["QMQ_TOKEN"]
         for name in ("shop", "prometheus"):
-            write(world / "etc" / name / "qmq.token", self.token)
+            write(self.world / "etc" / name / "qmq.token", self.token)
 
     def program(self, name, script):
         path = self.world / "bin" / name
@@ -199,11 +201,12 @@ def machine(tmp_path_factory):
     )
     if tried.returncode:
         pytest.skip(f"no network namespaces can be made here: {tried.stderr.strip()}")
-    started = Machine(tmp_path_factory.mktemp("machine"))
+    made = Machine(tmp_path_factory.mktemp("machine"))
     try:
-        yield started
+        made.start()
+        yield made
     finally:
-        started.close()
+        made.close()
 
 
 class Reader:
