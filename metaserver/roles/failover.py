@@ -12,7 +12,7 @@ promises. An operator's Failover takes the same steps, once.
 
 Roles stay, and the term is new, for one of two reasons:
 
-    the master has started        with several slaves: its disk may have been put back, and with it the epochs it used
+    the master has started        with several slaves: its disk may be in an older state, without the epochs it used
     a promise without promotion   the slaves that promised no longer follow a master of the row's term
 """
 

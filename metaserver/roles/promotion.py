@@ -68,7 +68,7 @@ class Facts:
     """Slaves that refused to promise, with their reason: connected to the master, or incomplete."""
     master_gone: bool = False
     """The operator declares that the master never returns. Acks that it answered alone may then be taken back, and
-    slaves may have restarted: only the operator can exclude that their disks were put back.
+    slaves may have restarted: only the operator can exclude that their disks were restored to an older state.
     """
 
     @property

@@ -340,8 +340,8 @@ def renew(group: Group, *, above: int) -> RoleChange:
 def needs_new_term(group: Group, key: BrokerKey) -> bool:
     """Return whether a starting broker may act in a new term only: as the master of several slaves.
 
-    Its disk may have been put back to before its mastership. The broker would use the same epoch again, and slaves with
-    different frames of one epoch could not be compared.
+    Its disk may have been restored to a state before its mastership. The broker would use the same epoch again, and
+    slaves with different frames of one epoch could not be compared.
     """
     return len(group.slaves) > 1 and group.master is not None and group.master.key == key
 
