@@ -241,7 +241,7 @@ def _decoded(messages: list[bytes], names: frozenset[str], properties: frozenset
         try:
             identity, tags, moment = _envelope(message) if reads_envelope else (None, None, None)
             texts = texts_of(message)
-            body = message[properties_span(message).end :] if "body" in names and has_body(message) else None
+            body = message[properties_span(message)[1] :] if "body" in names and has_body(message) else None
         except QmqError as error:
             rows.append((*(None for _ in _DECODED), str(error)))
             continue

@@ -44,7 +44,7 @@ from datetime import timedelta
 from functools import lru_cache
 from itertools import accumulate
 from operator import sub
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from qmq.crc import crc32
 from qmq.errors import InvalidMessage, InvalidRequest, MessageTooLarge
@@ -143,7 +143,15 @@ def _properties(message: Message, encoding: str) -> bytes:
             raise InvalidMessage(
                 f"property {name!r} has {len(data)} bytes, more than {VALUE_BYTES_MAX}: set_large cuts it into parts"
             ) from None
-    parts.append(encode_own(message, is_typed=is_typed, encoding=encoding))
+    if (
+        is_typed
+        or encoding
+        or message.content_type is not None
+        or message.order_key is not None
+        or message.retries_max is not None
+        or message.expires_after is not None
+    ):
+        parts.append(encode_own(message, is_typed=is_typed, encoding=encoding))
     return b"".join(parts)
 
 
@@ -445,15 +453,8 @@ def counts_from(data: Buffer) -> int:
     return int(due_ms if flag & FLAG_DELAYED else created_ms)
 
 
-class Span(NamedTuple):
-    """Place of a message's properties: offsets `[begin, end)`. The body, if any, is behind them."""
-
-    begin: int
-    end: int
-
-
-def properties_span(data: Buffer) -> Span:
-    """Return the place of an encoded message's properties.
+def properties_span(data: Buffer) -> tuple[int, int]:
+    """Return the place of an encoded message's properties, as offsets `(begin, end)`. The body, if any, is behind them.
 
     Raises:
         InvalidMessage: the bytes are no message in QMQ's encoding.
@@ -466,9 +467,13 @@ def properties_span(data: Buffer) -> Span:
             at += 1
             for _ in range(count):
                 at += 2 + (data[at] << 8 | data[at + 1])
-        return Span(at + 4, _check_end(data, at))
+        (length,) = _I32.unpack_from(data, at)
     except (struct.error, IndexError) as error:
         raise InvalidMessage(f"not a message in QMQ's encoding: {error}") from None
+    end = at + 4 + length
+    if end != len(data):
+        _check_end(data, at)
+    return at + 4, end
 
 
 def decode_properties(data: bytes) -> dict[str, str]:
@@ -476,7 +481,8 @@ def decode_properties(data: bytes) -> dict[str, str]:
     return _properties_and_end(data)[0]
 
 
-def _properties_and_end(data: bytes) -> tuple[dict[str, str], int]:
+def _properties_and_end(data: bytes) -> tuple[dict[str, Any], int]:
+    """Return the properties, all as texts, and their end."""
     properties = {}
     at, end = properties_span(data)
     try:
@@ -514,6 +520,9 @@ def pick_properties(data: bytes, wanted: Mapping[bytes, str]) -> dict[str, str]:
     return found
 
 
+_DESCRIBING = frozenset((CONTENT_TYPE, CONTENT_ENCODING, TYPES))
+
+
 class Content(NamedTuple):
     """Properties of a message with their types, without those that describe the content."""
 
@@ -527,7 +536,7 @@ class Content(NamedTuple):
 def decode_content(data: bytes) -> Content:
     """Decode the properties of a message, without those that describe the content; raises InvalidMessage."""
     texts, end = _properties_and_end(data)
-    return content_of(texts, end)
+    return Content(texts, None, None, end) if _DESCRIBING.isdisjoint(texts) else content_of(texts, end)
 
 
 def content_of(texts: dict[str, str], body_at: int | None = None) -> Content:
@@ -546,7 +555,7 @@ def has_body(data: Buffer) -> bool:
 
 def stored_body(data: bytes) -> bytes | None:
     """Return the body of a message as it is stored, maybe compressed, or None without one; raises InvalidMessage."""
-    return data[properties_span(data).end :] if has_body(data) else None
+    return data[properties_span(data)[1] :] if has_body(data) else None
 
 
 def decode_body(data: bytes, content: Content | None = None) -> bytes | None:
@@ -570,7 +579,7 @@ def decode_body(data: bytes, content: Content | None = None) -> bytes | None:
 def without_body(data: Buffer) -> bytes:
     """Return an encoded message without its body, or all bytes of an invalid one."""
     try:
-        return bytes(data[: properties_span(data).end])
+        return bytes(data[: properties_span(data)[1]])
     except InvalidMessage:
         return bytes(data)
 

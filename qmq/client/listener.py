@@ -128,7 +128,7 @@ class Listener(Membership):
     @property
     def unreadable_messages(self) -> int:
         """Number of messages that wait because this process cannot decode them; the log has the cause."""
-        return len(self._unreadable)
+        return len(self._unreadable.waiting)
 
     @property
     def _at_once(self) -> int:
@@ -256,7 +256,7 @@ class Listener(Membership):
             else:
                 self.handled.done += len(taken)
                 if auto_ack:
-                    for message in unreadable.others(taken) if unreadable else taken:
+                    for message in unreadable.others(taken) if unreadable.waiting else taken:
                         message._done()
             finally:
                 gate.leave(alone=is_alone)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 from qmq.client.terms import BROKER_DELAY_S_MAX, Refused, RetryPolicy, refused, refused_for_good
-from qmq.codec import Content, counts_from, decode_body, decode_content, decode_envelope, due_of, has_body
+from qmq.codec import Content, counts_from, decode_body, decode_content, decode_envelope, due_of
 from qmq.dead_letters import DIGITS_MAX, earlier_deliveries
 from qmq.errors import ClientClosed, InvalidMessage
 from qmq.message import EXPIRES_AFTER, ORDER_KEY, RETRIES_MAX, TIMES, Message, Value
@@ -332,21 +332,18 @@ class ReceivedMessage(Message):
         nack = partial(piece.acker.nack, delay_s=delay_s, verdict=verdict, reason=reason, message=self)
         piece.acker.on_loop(partial(nack, piece, self._at))
 
-    def _decode_content(self) -> Content:
-        content = self._content = decode_content(self._data)
-        return content
-
     def __getattr__(self, name: str) -> object:
         """Decode attributes on first access; raises InvalidMessage for bytes of another format, and MissingExtra for a
         body whose compression this process lacks.
         """
-        if name == "properties":
-            self.properties = (self._content or self._decode_content()).properties
-        elif name == "content_type":
-            self.content_type = (self._content or self._decode_content()).type
-        elif name == "body":
-            content = self._content or self._decode_content()
-            self.body = decode_body(self._data, content) if has_body(self._data) else None
+        if name in ("properties", "content_type", "body"):
+            content = self._content = self._content or decode_content(self._data)
+            if name == "properties":
+                self.properties = content.properties
+            elif name == "content_type":
+                self.content_type = content.type
+            else:
+                self.body = decode_body(self._data, content)
         elif name in ("id", "tags", "created_ms"):
             _, self.created_ms, _, self.id, self.tags = decode_envelope(self._data)
         elif name == "order_key":

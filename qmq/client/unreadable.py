@@ -16,30 +16,27 @@ WAIT_S = 30.0
 
 
 class Unreadable:
-    """Unreadable messages of one listener. Used on its event loop."""
+    """Unreadable messages of one listener, `waiting`. Used on its event loop."""
 
     def __init__(self) -> None:
-        self._waiting: set[ReceivedMessage] = set()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
+        self.waiting: set[ReceivedMessage] = set()
 
     def others(self, messages: list[ReceivedMessage]) -> list[ReceivedMessage]:
         """Return the messages that do not wait here."""
-        return [message for message in messages if message not in self._waiting]
+        return [message for message in messages if message not in self.waiting]
 
     def put(self, messages: list[ReceivedMessage]) -> None:
         """Keep messages, and release them after `WAIT_S`."""
-        self._waiting.update(messages)
+        self.waiting.update(messages)
         asyncio.get_running_loop().call_later(WAIT_S, self._release, messages)
 
     def release(self) -> None:
         """Release all messages now: the listener leaves its group."""
-        self._release(list(self._waiting))
+        self._release(list(self.waiting))
 
     def _release(self, messages: Iterable[ReceivedMessage]) -> None:
         for message in messages:
-            if message in self._waiting:
-                self._waiting.discard(message)
+            if message in self.waiting:
+                self.waiting.discard(message)
                 if not message.is_dropped:
                     message._piece.acker.not_begun(message)
