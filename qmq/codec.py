@@ -535,8 +535,13 @@ class Content(NamedTuple):
 
 def decode_content(data: bytes) -> Content:
     """Decode the properties of a message, without those that describe the content; raises InvalidMessage."""
-    texts, end = _properties_and_end(data)
-    return Content(texts, None, None, end) if _DESCRIBING.isdisjoint(texts) else content_of(texts, end)
+    return content_of(*_properties_and_end(data))
+
+
+def decode_typed_properties(data: bytes) -> dict[str, Value]:
+    """Return the properties of `decode_content`, of most messages in less time; raises InvalidMessage."""
+    texts, _ = _properties_and_end(data)
+    return texts if _DESCRIBING.isdisjoint(texts) else content_of(texts).properties
 
 
 def content_of(texts: dict[str, str], body_at: int | None = None) -> Content:

@@ -10,7 +10,15 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 from qmq.client.terms import BROKER_DELAY_S_MAX, Refused, RetryPolicy, refused, refused_for_good
-from qmq.codec import Content, counts_from, decode_body, decode_content, decode_envelope, due_of
+from qmq.codec import (
+    Content,
+    counts_from,
+    decode_body,
+    decode_content,
+    decode_envelope,
+    decode_typed_properties,
+    due_of,
+)
 from qmq.dead_letters import DIGITS_MAX, earlier_deliveries
 from qmq.errors import ClientClosed, InvalidMessage
 from qmq.message import EXPIRES_AFTER, ORDER_KEY, RETRIES_MAX, TIMES, Message, Value
@@ -336,11 +344,12 @@ class ReceivedMessage(Message):
         """Decode attributes on first access; raises InvalidMessage for bytes of another format, and MissingExtra for a
         body whose compression this process lacks.
         """
-        if name in ("properties", "content_type", "body"):
+        if name == "properties":
+            content = self._content
+            self.properties = decode_typed_properties(self._data) if content is None else content.properties
+        elif name in ("content_type", "body"):
             content = self._content = self._content or decode_content(self._data)
-            if name == "properties":
-                self.properties = content.properties
-            elif name == "content_type":
+            if name == "content_type":
                 self.content_type = content.type
             else:
                 self.body = decode_body(self._data, content)
