@@ -125,7 +125,8 @@ class Outgoing:
 
     def filtered_message(self, message: Message | str, payload: object | Absent, fields: Mapping[str, Any]) -> Message:
         """Return the message of a call, after the filters. Raises: see `message`."""
-        return self._filtered(self.message(message, payload, fields))
+        made = self.message(message, payload, fields)
+        return self._filtered(made) if self._filters else made
 
     def messages(
         self, messages: Iterable[Message] | str, payloads: Iterable[object] | Absent, fields: Mapping[str, Any]
