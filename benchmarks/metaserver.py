@@ -280,7 +280,7 @@ class Bench:
         self._say(f"clients bring {scale.subjects} subjects into being")
         fill = self._start("fill", connections=20, subjects=scale.subjects, each=min(1_000, scale.subjects))
         seconds = fill.receive()["seconds"]
-        self._note("new_subjects_per_s", scale.subjects / seconds, "stored, and answered to who asked")
+        self._note("new_subjects_per_s", scale.subjects / seconds, "stored, and answered to the client")
         self._end(fill)
 
     def _start_brokers(self) -> None:
@@ -331,7 +331,7 @@ class Bench:
         self._mark("", [first, *others])
         lookups.send(count=scale.look_ups, per_s=100, new=False)
         self._mark("_busy", [first, *others])
-        self._note_spread("look_up_busy", lookups.receive(), "while every client is told of marks and confirms them")
+        self._note_spread("look_up_busy", lookups.receive(), "while all clients receive marks and confirm them")
         self._note("rss_mib", resident_bytes(self.server.pid) / MIB)
 
     def _watchers(self, first: int, count: int, connections: int) -> Process:
@@ -376,20 +376,22 @@ class Bench:
             pids = {"metaserver": self.server.pid, **{f"clients{n}": load.pid for n, load in enumerate(watchers)}}
             began, clock = time.monotonic(), Clock(pids)
             self.server.act("UnMarkReadonlyBrokerGroup" if writable else "MarkReadonlyBrokerGroup", brokerGroup=name)
-            self._note(f"mark_answered{suffix}_s", time.monotonic() - began, "the operator has his answer")
+            self._note(f"mark_answered{suffix}_s", time.monotonic() - began, "until the answer to the operator")
             answers = [process.receive() for process in watchers]
             last = max(words["last"] for words in answers) - began
             key = "mark_to_all_producers" if suffix == "_2000" else "route_to_all_watchers"
             self._note(f"{key}{suffix}_s", last, "from the operator's request to the last client")
-            self._note(f"first_told{suffix}_s", min(words["first"] for words in answers) - began)
-            self._note_cpu(suffix, clock.spent().cpu_s, sum(words["told"] for words in answers))
+            self._note(f"first_update{suffix}_s", min(words["first"] for words in answers) - began)
+            self._note_cpu(suffix, clock.spent().cpu_s, sum(words["notified"] for words in answers))
             time.sleep(1.5)
 
     def _note_cpu(self, suffix: str, cpu_s: dict[str, float], informed: int) -> None:
         server_us = cpu_s.pop("metaserver") / informed * 1e6
-        self._note(f"server_cpu_per_told{suffix}_us", server_us, "CPU time until the last client, heartbeats included")
         self._note(
-            f"client_cpu_per_told{suffix}_us", sum(cpu_s.values()) / informed * 1e6, "the same of simulated clients"
+            f"server_cpu_per_update{suffix}_us", server_us, "CPU time until the last client, heartbeats included"
+        )
+        self._note(
+            f"client_cpu_per_update{suffix}_us", sum(cpu_s.values()) / informed * 1e6, "the same of simulated clients"
         )
 
     # Bookkeeping.

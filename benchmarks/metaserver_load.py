@@ -155,7 +155,7 @@ class Watchers:
             return
         self._seen[watcher] = time.monotonic()
         if len(self._seen) == len(self._watchers):
-            emit(first=min(self._seen.values()), last=max(self._seen.values()), told=len(self._seen))
+            emit(first=min(self._seen.values()), last=max(self._seen.values()), notified=len(self._seen))
             self._expected = None
 
     async def run(self) -> None:
@@ -202,7 +202,7 @@ class Brokers(Load):
         while True:
             try:
                 await self._beat(number, state, ready)
-            except grpc.aio.AioRpcError:
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the latter: written as the stream ended
                 await asyncio.sleep(random.uniform(0.2, 1.0))
 
     async def _beat(self, number: int, state: pb.BrokerState, ready: asyncio.Queue[int]) -> None:
@@ -232,7 +232,8 @@ class Brokers(Load):
 
     async def _listen(self, stream: Any, state: pb.BrokerState) -> None:
         while (assignment := await stream.read()) is not grpc.aio.EOF:
-            self._take(state, assignment)
+            if assignment.term:  # otherwise it holds the metaserver's clock alone
+                self._take(state, assignment)
 
     def _take(self, state: pb.BrokerState, assignment: pb.Assignment) -> None:
         state.broker_group, state.role, state.term = assignment.broker_group, assignment.role, assignment.term

@@ -220,7 +220,7 @@ def a_master_waits_for_its_slave() -> Seen:
     group.a.host.settle()
     waiting = shown_causes(group.a)
     group.a.wait(5_000)
-    assert Cause.MASTER not in group.a.master.causes.of(KEY), "no longer than it is told to"
+    assert Cause.MASTER not in group.a.master.causes.of(KEY), "no longer than the order states"
     return waiting
 
 

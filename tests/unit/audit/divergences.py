@@ -164,7 +164,7 @@ def _of_subject(frames: list[Draft], subject: str, kind: FrameKind = FrameKind.M
 # Wrong on both copies.
 
 
-def order_untold(frames: list[Draft]) -> Expected:
+def order_unflagged(frames: list[Draft]) -> Expected:
     """Message and label are right, but brokers deliver without the requested order."""
     message = encode_message(Message(A, {"text": "y"}, id=f"{A}-174", tags=("even", "more"), order_key="k"), 1)
     frame = change_message(frames, A, 174, message)
@@ -334,7 +334,7 @@ TWO_SIDED: dict[str, Plant] = {
         lambda data: encode_message(Message("order.deleted", {"text": "x"}, id=f"{A}-55", tags=("odd",)), 1),
     ),
     "labels that are zero": relabelled(("labels",), B, 62, 0),
-    "an order key and no flag": order_untold,
+    "an order key and no flag": order_unflagged,
     "a flag and no order key": restated("labels", C, 4 * 46, "flags", lambda flags: flags | FLAG_ORDERED),
     "called a dead letter": restated("dead_unfounded", B, 180, "flags", lambda flags: flags | FLAG_DEAD),
     "called a dead letter of another subject": called_dead_and_foreign,

@@ -30,14 +30,14 @@ def compared(master: list[Copied], slave: list[Copied], watermark: int = FOREVER
     return comparison_of_two.finish()
 
 
-def told(found: Differences) -> list[tuple[str, int, int]]:
+def rows_of(found: Differences) -> list[tuple[str, int, int]]:
     return [(row["what"], row["offset"], row["frames"]) for row in found.rows]
 
 
 def test_changed_field_is_named() -> None:
     slave = [copied(0), copied(1, batch=7, chain=99), copied(2, chain=98), copied(3, chain=97)]
     found = compared([copied(number) for number in range(4)], slave)
-    assert told(found) == [("different", SIZE, 1), ("history", 2 * SIZE, 2)]
+    assert rows_of(found) == [("different", SIZE, 1), ("history", 2 * SIZE, 2)]
     assert found.rows[0]["text"] == "the copies differ in batch"
 
 
@@ -50,7 +50,7 @@ def test_bodies_of_one_crc_are_compared() -> None:
 def test_frames_after_an_extra_one_are_shifted() -> None:
     slave = [copied(0), copied(90, SIZE), *(copied(number, (number + 1) * SIZE) for number in range(1, 6))]
     found = compared([copied(number) for number in range(6)], slave)
-    assert told(found) == [("shifted", SIZE, 5), ("extra", SIZE, 1)]
+    assert rows_of(found) == [("shifted", SIZE, 5), ("extra", SIZE, 1)]
     assert found.rows[0]["text"] == "5 frames with 5 messages stand 100 bytes further on in the slave"
 
 
@@ -70,21 +70,21 @@ def test_batches_with_other_sequences_are_shifted() -> None:
     master = [batch(number, number, number * SIZE) for number in range(5)]
     slave = [batch(90, 0, 0), *(batch(number, number + 1, (number + 1) * SIZE) for number in range(5))]
     found = compared(master, slave)
-    assert told(found) == [("shifted", 0, 5), ("extra", 0, 1)]
+    assert rows_of(found) == [("shifted", 0, 5), ("extra", 0, 1)]
     assert found.rows[0]["text"].endswith("; 5 of them have other sequences there")
 
 
 def test_lacking_neighbours_are_one_finding() -> None:
     master = [copied(number) for number in range(8)]
     slave = [frame for frame in master if frame.frame.first_sequence not in (2, 3, 6)]
-    assert told(compared(master, slave)) == [("missing", 2 * SIZE, 2), ("missing", 6 * SIZE, 1)]
-    assert told(compared(slave, master, watermark=3 * SIZE)) == [("extra", 2 * SIZE, 1), ("extra", 3 * SIZE, 2)]
+    assert rows_of(compared(master, slave)) == [("missing", 2 * SIZE, 2), ("missing", 6 * SIZE, 1)]
+    assert rows_of(compared(slave, master, watermark=3 * SIZE)) == [("extra", 2 * SIZE, 1), ("extra", 3 * SIZE, 2)]
 
 
 def test_messages_at_another_offset_are_reordered() -> None:
     master = [copied(0), copied(1), copied(2)]
     slave = [copied(0), copied(2, SIZE), copied(1, 2 * SIZE)]
-    assert [(what, offset) for what, offset, _ in told(compared(master, slave))] == [
+    assert [(what, offset) for what, offset, _ in rows_of(compared(master, slave))] == [
         ("reordered", SIZE),
         ("reordered", 2 * SIZE),
     ]
@@ -93,7 +93,7 @@ def test_messages_at_another_offset_are_reordered() -> None:
 def test_frames_in_a_damaged_range_are_not_missing() -> None:
     of_two = Comparison(FOREVER, [("slave", SIZE, 2 * SIZE)])
     of_two.take(FOREVER, [copied(0), copied(1), copied(2)], [copied(0)])
-    assert told(of_two.finish()) == [("missing", 2 * SIZE, 1)]
+    assert rows_of(of_two.finish()) == [("missing", 2 * SIZE, 1)]
 
 
 def test_findings_beyond_the_list_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,5 +118,5 @@ def test_comparison_ends_at_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
             break
     assert of_two.is_full
     found = of_two.finish([(20 * SIZE, 40 * SIZE)])
-    assert told(found) == [("shifted", 0, 19), ("different", 20 * SIZE, 1)]
+    assert rows_of(found) == [("shifted", 0, 19), ("different", 20 * SIZE, 1)]
     assert found.rows[-1]["end"] == 40 * SIZE

@@ -40,7 +40,7 @@ async def test_journal_matches_stored_messages(tmp_path: Path, metaserver, broke
 def test_unstored_messages_are_not_journaled(tmp_path: Path) -> None:
     writer = JournalWriter(qmq.Journal(tmp_path, one_in=1), "shop/1")
     writer.stored(batch_of(3), refused("g1", BrokerReadOnly("g1")))
-    writer.stored(batch_of(3), told(40, (1, "too large")))
+    writer.stored(batch_of(3), result_of(40, (1, "too large")))
     writer.close()
     assert [(line["id"], line["sequence"]) for line in lines(tmp_path)] == [("m0", 40), ("m2", 41)]
     assert [path.name for path in tmp_path.iterdir()] == ["shop_1-000001.ndjson"]
@@ -51,7 +51,7 @@ def batch_of(count: int, size: int = 10) -> Batch:
     return Batch("a", [f"m{number}" for number in range(count)], [join_batch(messages)], 0, lambda batch: None)
 
 
-def told(first: int, *refused: tuple[int, str]) -> Result:
+def result_of(first: int, *refused: tuple[int, str]) -> Result:
     return Result(Outcome.STORED, "g1", first, Durability.FSYNC, None, dict(refused))
 
 
@@ -61,7 +61,7 @@ def test_folder_stays_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
     journal = qmq.Journal(tmp_path, one_in=1, bytes_max=1 << 20)
     writer, batch = JournalWriter(journal, "shop"), batch_of(500)
     for number in range(60):
-        writer.stored(batch, told(500 * number))
+        writer.stored(batch, result_of(500 * number))
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= journal.bytes_max
     writer.close()
     found = [line["sequence"] for line in lines(tmp_path)]
@@ -70,9 +70,9 @@ def test_folder_stays_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
 
 def test_removed_file_is_replaced(tmp_path: Path) -> None:
     writer = JournalWriter(qmq.Journal(tmp_path, one_in=1), "quiet")
-    writer.stored(batch_of(1), told(0))
+    writer.stored(batch_of(1), result_of(0))
     (tmp_path / "quiet-000001.ndjson").unlink()
-    writer.stored(batch_of(1), told(1))
+    writer.stored(batch_of(1), result_of(1))
     writer.close()
     assert [line["sequence"] for line in lines(tmp_path)] == [1]
 
@@ -80,7 +80,7 @@ def test_removed_file_is_replaced(tmp_path: Path) -> None:
 def test_one_batch_in_so_many_is_kept(tmp_path: Path) -> None:
     writer, batch = JournalWriter(qmq.Journal(tmp_path, one_in=10), "shop"), batch_of(2)
     for number in range(2_000):
-        writer.stored(batch, told(2 * number))
+        writer.stored(batch, result_of(2 * number))
     writer.close()
     assert 200 < len(lines(tmp_path)) < 800, "400 are expected; whole batches"
 
@@ -89,7 +89,7 @@ def test_disk_error_ends_only_the_journal(tmp_path: Path, caplog: pytest.LogCapt
     (tmp_path / "file").touch()
     writer = JournalWriter(qmq.Journal(tmp_path / "file", one_in=1), "shop")
     for _ in range(3):
-        writer.stored(batch_of(1), told(0))
+        writer.stored(batch_of(1), result_of(0))
     assert [record.message.split(" folder=")[0] for record in caplog.records] == ["journal has ended"]
 
 
@@ -97,8 +97,8 @@ def test_journal_survives_a_missing_descriptor(tmp_path: Path, monkeypatch: pyte
     writer = JournalWriter(qmq.Journal(tmp_path, one_in=1), "shop")
     with monkeypatch.context() as patch:
         patch.setattr("qmq.client.journal.FileIO", lambda *_: _no_descriptor())
-        writer.stored(batch_of(1), told(0))
-    writer.stored(batch_of(1), told(1))
+        writer.stored(batch_of(1), result_of(0))
+    writer.stored(batch_of(1), result_of(1))
     writer.close()
     assert [line["sequence"] for line in lines(tmp_path)] == [1]
 

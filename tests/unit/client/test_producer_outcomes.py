@@ -81,14 +81,14 @@ async def test_readonly_deadline_is_not_served():
         assert isinstance(receipt.error, NotServed) and not isinstance(receipt.error, NoRoute)
 
 
-@pytest.mark.parametrize("is_told", [False, True], ids=["the broker says so", "the route says so"])
-async def test_readonly_wait_zero_refuses_at_once(is_told):
+@pytest.mark.parametrize("is_in_route", [False, True], ids=["by the broker", "by the route"])
+async def test_readonly_wait_zero_refuses_at_once(is_in_route):
     options = {"timeout_s": 3_600.0, "readonly_wait_s": 0.0}
     async with cluster("g1", "g2") as (metaserver, brokers), producer_of(metaserver, **options) as producer:
         assert (await producer.send(Message("a"))).is_stored
         for broker in brokers:
             broker.refuse_with = BrokerReadOnly(f"{broker.name} is readonly: disk, make room")
-            if is_told:
+            if is_in_route:
                 metaserver.set_group(broker, writable=False)
         receipt = await producer.send(Message("a"))
         assert isinstance(receipt.error, NotServed) and receipt.outcome is qmq.Outcome.REFUSED

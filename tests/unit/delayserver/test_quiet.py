@@ -31,7 +31,7 @@ def test_master_is_called_at_the_next_due_time(late_ms):
     for server in (copies.a, copies.b):
         server.node.tick()
     copies.settle()
-    assert copies.a.node.master.due_in_ms() in (0, late_ms), "0 while the slave is told what was acknowledged"
+    assert copies.a.node.master.due_in_ms() in (0, late_ms), "0 while the acknowledged point is sent to the slave"
     copies.a.node.tick()
     copies.settle()
     copies.a.host.clock_ms += late_ms - 1

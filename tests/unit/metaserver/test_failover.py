@@ -339,8 +339,8 @@ async def test_master_of_several_needs_database_to_begin(three, monkeypatch):
     await begin_term_at_start(three.registry, brokers[2])
 
 
-@pytest.mark.parametrize("name, begins, is_told", [("g1-a", True, False), ("g1-a", False, True), ("g1-b", True, True)])
-async def test_master_of_several_needs_points_to_begin(three, monkeypatch, name, begins, is_told):
+@pytest.mark.parametrize("name, begins, informs", [("g1-a", True, False), ("g1-a", False, True), ("g1-b", True, True)])
+async def test_master_of_several_needs_points_to_begin(three, monkeypatch, name, begins, informs):
     """The database may fail after the change of the row."""
     service, reported = service_of(three, monkeypatch, name)
     read, context = three.database.read, Aborting()
@@ -352,7 +352,7 @@ async def test_master_of_several_needs_points_to_begin(three, monkeypatch, name,
 
     monkeypatch.setattr(three.database, "read", fails)
     registering = service.Register(pb.BrokerIdentity(broker_group="g1", begins=begins, **reported), context)
-    if is_told:
+    if informs:
         assert (await registering).term
         return
     with pytest.raises(Aborted, match="behind the change of the row"):

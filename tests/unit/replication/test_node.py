@@ -368,7 +368,7 @@ def test_frames_arriving_during_a_commit_follow_it():
     assert group.a.log.is_idle and group.b.log.end == group.a.log.end
 
 
-def frames_told(link: FakeLink) -> int:
+def frames_sent(link: FakeLink) -> int:
     return sum(command == Command.FRAMES for command, _ in link.pushed)
 
 
@@ -377,12 +377,12 @@ def test_master_ships_when_its_link_is_writable_again():
     group.at_master.writable = False
     Client(group.a).produce("m")
     group.a.host.settle()
-    assert not frames_told(group.at_master)
+    assert not frames_sent(group.at_master)
     group.at_master.writable = True
     group.a.node.writable_again(FakeLink("a client"))
-    assert not frames_told(group.at_master)
+    assert not frames_sent(group.at_master)
     group.a.node.writable_again(group.at_master)
-    assert frames_told(group.at_master)
+    assert frames_sent(group.at_master)
 
 
 def with_an_empty_master():
@@ -407,7 +407,7 @@ def test_restored_frames_of_an_earlier_link_stay_unconfirmed(monkeypatch):
     """Otherwise the slave would treat it as the confirmation of another log."""
     monkeypatch.setattr(shipper, "PACKET_BYTES", 2_000)
     group = with_an_empty_master()
-    while not frames_told(group.at_slave):
+    while not frames_sent(group.at_slave):
         group.b.host.settle()
         assert group.deliver_hello()
     group.to_master()

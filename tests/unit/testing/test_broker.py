@@ -286,8 +286,8 @@ async def test_timeout_reports_the_progress(broker):
             await broker.wait_until_consumed("s", "g", 0.05)
         async with listening(broker, handle):
             await broker.wait_until_delayed("s", "g")
-            told = r"0 messages .*, 1 wait .* for (60|5\d)\.\d s, 1 are held by its 1 "
-            with pytest.raises(TimeoutError, match=told):
+            expected = r"0 messages .*, 1 wait .* for (60|5\d)\.\d s, 1 are held by its 1 "
+            with pytest.raises(TimeoutError, match=expected):
                 await broker.wait_until_consumed("s", "g", 0.2)
             with pytest.raises(TimeoutError, match="not 2 consumers subscribed"):
                 await broker.wait_until_subscribed("s", "g", 2, 0.05)
