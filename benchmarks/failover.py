@@ -126,6 +126,7 @@ def main() -> int:
     parser.add_argument("--stops", type=int, default=10)
     parser.add_argument("--copies", type=int, nargs="+", default=[2, 3])
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end all processes, as Ctrl-C does
     figures = {f"{copies} copies": run(copies, options.kills, options.stops) for copies in options.copies}
     Path(".run").mkdir(exist_ok=True)
     write_atomically(Path(".run/bench-failover.json"), json.dumps(figures, indent=1))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -80,6 +81,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--clients", nargs=2, metavar=("METASERVER", "TOKEN"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end all processes, as Ctrl-C does
     if options.clients:
         asyncio.run(clients(*options.clients))
     with TemporaryDirectory(prefix="qmq-bench-") as directory:

@@ -358,6 +358,7 @@ def main() -> int:
     parser.add_argument("--read-log-mib", type=int, default=0, help="MiB/s at which brokers let their logs be read")
     parser.add_argument("--noise", nargs=4, metavar=("NAME", "METASERVER", "TOKEN", "PORT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end all processes, as Ctrl-C does
     if options.noise:
         name, metaserver, token, port = options.noise
         asyncio.run(_noise(name, Noise(metaserver, token, int(port))))

@@ -287,6 +287,7 @@ def main() -> int:
     parser.add_argument("--rate", type=int, default=6_000, help="rows a second that the watchdog may send")
     parser.add_argument("--out", type=Path, default=Path(".run/bench-outbox.json"))
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end all processes, as Ctrl-C does
     found = measure(options.rows, alone_s=options.alone, per_s=options.per_s, rate=options.rate)
     print(json.dumps(found, indent=1))
     options.out.parent.mkdir(parents=True, exist_ok=True)

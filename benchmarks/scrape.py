@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import sys
 import time
 import urllib.request
@@ -122,6 +123,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scrape", description=__doc__)
     parser.add_argument("--subjects", type=int, default=SUBJECTS)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end all processes, as Ctrl-C does
     with (
         TemporaryDirectory(prefix="qmq-bench-") as directory,
         Cluster(Path(directory), groups=("g1",), http_port=PORTS, broker_port=PORTS + 2) as cluster,

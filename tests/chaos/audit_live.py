@@ -14,6 +14,7 @@ import asyncio
 import itertools
 import logging
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -207,11 +208,12 @@ def tell(number: int, results: list[Result], struck: Struck | None, seconds: flo
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.audit_live", description="Audit a cluster that works.")
-    parser.add_argument("--runs", type=int, default=20, help="that were struck; others do not count")
+    parser.add_argument("--runs", type=int, default=20, help="number of runs with a fault; others do not count")
     parser.add_argument("--seed", type=int, default=1)
-    asked = parser.parse_args()
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end all processes, as Ctrl-C does
     logging.getLogger("qmq").setLevel(logging.ERROR)  # handlers fail on purpose
-    rng, first = random.Random(asked.seed), run_of_ports()
+    rng, first = random.Random(options.seed), run_of_ports()
     with tempfile.TemporaryDirectory(prefix="qmq-live-") as name, local_spark("live") as spark:
         ports = {"http_port": first, "broker_port": first + 2}
         settings = {"broker": SETTINGS, "delay_server": {"disk_free_limit": 0}, "metaserver": {"failover": True}}
@@ -222,10 +224,10 @@ def main() -> int:
             clients.start()
             try:
                 time.sleep(WARM_UP_S)
-                wrong = sum(_runs(spark, cluster, Ledger(folder / "ledger"), rng, asked.runs))
+                wrong = sum(_runs(spark, cluster, Ledger(folder / "ledger"), rng, options.runs))
             finally:
                 clients.end()
-    print(f"{asked.runs} struck runs, {clients.stored} messages stored meanwhile, {wrong} with findings or not well")
+    print(f"{options.runs} struck runs, {clients.stored} messages stored meanwhile, {wrong} with findings or not well")
     return 1 if wrong or not clients.stored else 0
 
 

@@ -16,6 +16,7 @@ import asyncio
 import random
 import re
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -274,6 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--dir", type=Path, help="kept; default: a temporary one")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end all processes, as Ctrl-C does
     with tempfile.TemporaryDirectory() as temporary:
         findings = run_trial(
             options.dir or Path(temporary), rounds=options.rounds, groups=options.groups, seed=options.seed

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import logging
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -161,6 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--swaps", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=60.0, help="time in which the messages come due")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end all processes, as Ctrl-C does
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as folder:
         ledgers = run_trial(
