@@ -7,10 +7,10 @@ One message (QMQ, from the flag byte on; all integers big-endian; `str` is an i1
     9   i64   moment of encoding (delayed: due time), ms
     17  str   subject
         str   message id
-        u8 n, n x str    tags, only if the flag says so
+        u8 n, n x str    tags, only with flag 4
         i32   length of the properties
         (str name, str value)*    properties
-        bytes     body: the rest of the message, only if the flag says so
+        bytes     body: the rest of the message, only with flag 8
 
 QMQ's messages have no body. QMQ's readers, and qmq's before it had bodies, refuse messages with one (decision 100). The
 properties `qmq_contentType` and `qmq_contentEncoding` describe the body, `qmq_types` the types of the application's
@@ -423,7 +423,7 @@ def decode_envelope(data: bytes) -> Envelope:
 
 
 def _check_end(data: Buffer, at: int) -> int:
-    """Return the end of the properties, whose length stands at offset `at`; raises InvalidMessage."""
+    """Return the end of the properties by their length, which stands at offset `at`; raises InvalidMessage."""
     (length,) = _I32.unpack_from(data, at)
     end: int = at + 4 + length
     if end > len(data) or length < 0 or (end < len(data) and not data[0] & FLAG_BODY):

@@ -18,6 +18,7 @@ from qmq.codec import (
     decode_envelope,
     decode_typed_properties,
     due_of,
+    has_body,
 )
 from qmq.dead_letters import DIGITS_MAX, earlier_deliveries
 from qmq.errors import ClientClosed, InvalidMessage
@@ -71,7 +72,7 @@ class Acker(Protocol):
 class UnackedPiece:
     """Consecutive pull sequences `[begin, end)` that were delivered together; `states[i]` belongs to `begin + i`.
 
-    `open` counts undecided messages, `unsettled` those whose decision the broker has not confirmed. `is_dropped`: the
+    `open` counts undecided messages, `unsettled` those without a confirmed decision. `is_dropped`: the
     messages returned to the group and are delivered again as other objects. `suspected`: a consumer that had them
     unacked vanished (qmq.client.listener). `may_expire`: some messages have an expiry. `is_uneven`: their numbers of
     deliveries, or their limits, differ.
@@ -341,15 +342,16 @@ class ReceivedMessage(Message):
         piece.acker.on_loop(partial(nack, piece, self._at))
 
     def __getattr__(self, name: str) -> object:
-        """Decode attributes on first access; raises InvalidMessage for bytes of another format, and MissingExtra for a
-        body whose compression this process lacks.
+        """Decode attributes on first access; raises InvalidMessage for bytes of another format, and MissingExtra if
+        this process cannot decompress the body.
         """
-        if name == "properties":
-            content = self._content
-            self.properties = decode_typed_properties(self._data) if content is None else content.properties
-        elif name in ("content_type", "body"):
+        if name == "properties" and self._content is None and not has_body(self._data):
+            self.properties = decode_typed_properties(self._data)
+        elif name in ("properties", "content_type", "body"):
             content = self._content = self._content or decode_content(self._data)
-            if name == "content_type":
+            if name == "properties":
+                self.properties = content.properties
+            elif name == "content_type":
                 self.content_type = content.type
             else:
                 self.body = decode_body(self._data, content)

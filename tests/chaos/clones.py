@@ -5,8 +5,8 @@ copy, the other broker and the metaserver in a seeded order, and send messages i
 slave while the metaserver is down; later its master ends together with the copy, and the original becomes the master.
 
 At the end of a round all processes run. Of the two with one directory, the one without a part is stopped and its
-directory deleted, as the refusal advises. Then every message with a receipt must be there, and no broker whose copy
-never got its part may have logged damage.
+directory deleted, as the refusal advises. Then every message with a receipt must be there. If no copy of a broker
+got its part, that broker may not have logged damage.
 """
 
 from __future__ import annotations

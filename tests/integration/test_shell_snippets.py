@@ -210,7 +210,7 @@ def machine(tmp_path_factory):
 
 
 class Reader:
-    """Reader of one page, who types its blocks."""
+    """Reader of one page; types its blocks."""
 
     def __init__(self, machine, folder):
         self.folder, self._shell, self._services = folder, machine.shell(folder), 0

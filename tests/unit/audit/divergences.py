@@ -462,7 +462,7 @@ RIGHT_BUT_OTHER: dict[str, Plant] = {
 }
 
 
-# Wrong on both copies of a delay group, whose message numbers are offsets: no frame may move.
+# Wrong on both copies of a delay group. Its message numbers are offsets, so no frame may move.
 
 
 def _outcomes(frames: list[Draft]) -> dict[tuple[int, int], tuple[Draft, Outcome]]:
@@ -476,7 +476,7 @@ def _outcomes(frames: list[Draft]) -> dict[tuple[int, int], tuple[Draft, Outcome
 
 
 def _plan_of(frames: list[Draft], subject: str) -> tuple[Draft, Draft, list[int]]:
-    """Return the first dispatch frame of a subject whose batch was stored, the frame that settles it, and its messages'
+    """Return the first dispatch frame of a subject with a stored batch, the frame that settles it, and its messages'
     numbers. Messages of a batch that was not stored are planned again.
     """
     outcomes = _outcomes(frames)

@@ -103,7 +103,7 @@ def test_findings_beyond_the_list_are_counted(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_comparison_ends_at_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One finding stands for the other pieces; a frame near the cut, whose copy lies behind it, is not missing."""
+    """One finding stands for the other pieces; a frame near the cut is not missing if its copy lies behind the cut."""
     monkeypatch.setattr(comparison, "UNLIKE_MAX", 20)
 
     def pieces(shift: int) -> Iterator[list[Copied]]:

@@ -251,7 +251,7 @@ async def lose_master_of_two_slaves(world):
 
 @pytest.fixture
 async def three(world):
-    """A metaserver with a group of three copies, whose master ended."""
+    """A metaserver with a group of three copies, after the end of its master."""
     await lose_master_of_two_slaves(world)
     return world
 
